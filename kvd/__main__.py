@@ -1,0 +1,5 @@
+"""`python -m kvd` is `infera-kvd`."""
+
+from kvd.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The client library of kvd, for engine plugins: small, typed, synchronous."""

@@ -1,0 +1,284 @@
+"""The client an engine plugin uses. While the daemon is away everything is a miss, and nothing waits."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infera_core import lib
+
+from kvd import protocol
+from kvd.client.arena import KEY_BYTES, Arena, ArenaError, PinnedRecord
+from kvd.client.connection import ClientConnection, UnavailableError
+from kvd.protocol import Message, RefusedError
+
+RECONNECT_INTERVAL_S = 0.5
+CALL_TIMEOUT_S = 0.5
+"""A daemon that does not answer a save for so long is treated as gone."""
+TOUCH_QUEUE_MAX = 256
+
+log = logging.getLogger("infera.kvd")
+
+
+@dataclass(frozen=True)
+class RecordSpec:
+    """What one (namespace, group) stores: the bytes of each rank's shard of one record."""
+
+    namespace: bytes
+    group: int
+    shard_bytes: tuple[int, ...]
+    model: str
+
+    @property
+    def full_mask(self) -> int:
+        """Bit mask of all shards."""
+        return (1 << len(self.shard_bytes)) - 1
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Space reserved for one shard. Commit it or give it up."""
+
+    reservation: int
+    address: int
+    position: int
+    """Which of the wished keys this is for."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One life of the connection. Valid to read from even after the daemon is gone."""
+
+    arena: Arena
+    class_ids: dict[RecordSpec, int]
+    shard_offsets: dict[RecordSpec, list[int]]
+
+
+class PinnedRun:
+    """Consecutive records pinned for one load; `release` gives all pins back, once."""
+
+    def __init__(self, arena: Arena, records: list[PinnedRecord]) -> None:
+        self.arena = arena
+        self.records = records
+        self._released = False
+
+    def release(self) -> None:
+        """Give the pins back. More calls do nothing."""
+        if not self._released:
+            self._released = True
+            for record in self.records:
+                self.arena.unpin(record.slot)
+
+
+class KvdClient:
+    """Connection to the daemon of this host, kept up by a background thread.
+
+    `session()` is the current life or None; methods that need the daemon return "nothing" without it.
+    Look-ups and pins may be called from any thread; saves from one thread at a time.
+    """
+
+    def __init__(self, socket_path: Path, name: str, specs: Sequence[RecordSpec]) -> None:
+        self._path = socket_path
+        self._name = name
+        self._specs = list(specs)
+        self._pid = os.getpid()
+        self._session: Session | None = None
+        self._connection: ClientConnection | None = None
+        self._resume: dict[str, Any] | None = None
+        self._arena: Arena | None = None
+        self._call_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._said_unavailable = ""
+        self._touches: collections.deque[tuple[RecordSpec, bytes]] = collections.deque(maxlen=TOUCH_QUEUE_MAX)
+        self.connects_total = 0
+        self._thread = threading.Thread(target=_keep_connected, args=(weakref.ref(self),), daemon=True)
+        self._thread.name = "infera-kvd-client"
+
+    def start(self) -> None:
+        """Connect once now, so that a daemon which is there is used from the first request on."""
+        self._connect()
+        self._thread.start()
+
+    def session(self) -> Session | None:
+        """The current life, or None: daemon away, or this is a forked child, which is not a client."""
+        return self._session if os.getpid() == self._pid else None
+
+    def close(self) -> None:
+        """Leave. The caller has released its pins and finished its copies."""
+        self._stopping = True
+        self._wake.set()
+        if os.getpid() != self._pid:
+            return
+        self._call(Message.BYE, b"")
+        self._disconnect("")
+
+    # ---- reading ----
+
+    def probe_run(self, spec: RecordSpec, keys: bytes) -> int:
+        """Number of leading keys present with all shards; 0 without a daemon."""
+        session = self.session()
+        if session is None or not keys:
+            return 0
+        return session.arena.probe_run(session.class_ids[spec], spec.full_mask, keys)
+
+    def pin_run(self, spec: RecordSpec, keys: bytes) -> PinnedRun | None:
+        """Pin the leading records of `keys`, as many as are (still) present; None for none."""
+        session = self.session()
+        if session is None:
+            return None
+        records: list[PinnedRecord] = []
+        for start in range(0, len(keys), KEY_BYTES):
+            record = session.arena.pin(session.class_ids[spec], spec.full_mask, keys[start : start + KEY_BYTES])
+            if record is None:
+                break
+            records.append(record)
+        if not records:
+            return None
+        self._touches.append((spec, keys[: len(records) * KEY_BYTES]))
+        self._wake.set()
+        return PinnedRun(session.arena, records)
+
+    # ---- writing ----
+
+    def reserve(self, spec: RecordSpec, shard: int, keys: Sequence[bytes], depths_grains: Sequence[int]) -> list[Grant]:
+        """Reserve space for one shard of each record; only what was granted is returned.
+
+        Keys that exist, are being written by somebody else, or find no room are left out: all of
+        them mean "do not save this".
+        """
+        session = self.session()
+        if session is None or not keys:
+            return []
+        head = protocol.RESERVE_HEAD.pack(session.class_ids[spec], shard, 0, 0)
+        wishes = b"".join(protocol.WISH.pack(key, depth, 0) for key, depth in zip(keys, depths_grains, strict=True))
+        answer = self._call(Message.RESERVE, head + wishes)
+        if answer is None:
+            return []
+        return [
+            Grant(reservation, session.arena.data_address + offset, position)
+            for position, (reservation, offset, status, _) in enumerate(protocol.GRANT.iter_unpack(answer))
+            if status == lib.STORE_OK
+        ]
+
+    def commit(self, grants: Sequence[Grant], sums: Sequence[int]) -> int:
+        """Publish shards whose bytes are in place; returns how many were accepted."""
+        if not grants:
+            return 0
+        entries = (protocol.COMMITMENT.pack(g.reservation, s) for g, s in zip(grants, sums, strict=True))
+        answer = self._call(Message.COMMIT, b"".join(entries))
+        if answer is None:
+            return 0
+        return sum(int.from_bytes(answer[i : i + 4], "little") == lib.STORE_OK for i in range(0, len(answer), 4))
+
+    def give_up(self, grants: Sequence[Grant]) -> None:
+        """Return reservations unused."""
+        if grants:
+            self._call(Message.GIVE_UP, b"".join(g.reservation.to_bytes(8, "little") for g in grants))
+
+    # ---- connection ----
+
+    def _call(self, message: Message, payload: bytes) -> bytes | None:
+        with self._call_lock:
+            connection = self._connection
+            if connection is None:
+                return None
+            try:
+                return connection.call(message, payload)
+            except RefusedError as error:
+                log.warning("infera-kvd refused %s: %s", message.name, error)
+                return None
+            except UnavailableError as error:
+                self._disconnect(str(error))
+                return None
+
+    def _connect(self) -> None:
+        try:
+            connection = ClientConnection.open(self._path, CALL_TIMEOUT_S)
+            try:
+                self._begin_session(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except (UnavailableError, RefusedError, ArenaError, OSError) as error:
+            self._say_once(str(error))
+
+    def _begin_session(self, connection: ClientConnection) -> None:
+        facts, descriptors = connection.hello(self._name, self._resume)
+        arena = self._arena
+        if arena is None or arena.instance != facts["instance"]:
+            arena = Arena(facts["instance"], *descriptors)
+        else:
+            for descriptor in descriptors:  # the same arena and ledger as before the socket dropped
+                os.close(descriptor)
+        session = Session(arena, {}, {})
+        for spec in self._specs:
+            request = {
+                "namespace": spec.namespace.hex(),
+                "group": spec.group,
+                "model": spec.model,
+                "shard_bytes": list(spec.shard_bytes),
+            }
+            opened = protocol.decode_json(connection.call(Message.OPEN, protocol.encode_json(request)))
+            session.class_ids[spec] = int(opened["class_id"])
+            session.shard_offsets[spec] = list(opened["shard_offsets"])
+        self._arena = arena
+        self._resume = {key: facts[key] for key in ("instance", "client", "token")}
+        with self._call_lock:
+            self._connection = connection
+            self._session = session
+        self._said_unavailable = ""
+        self.connects_total += 1
+        log.info("connected to infera-kvd at %s (instance %s)", self._path, arena.instance)
+
+    def _disconnect(self, reason: str) -> None:
+        self._session = None
+        connection, self._connection = self._connection, None
+        if connection:
+            connection.close()
+        if reason:
+            self._say_once(reason)
+        self._wake.set()
+
+    def _say_once(self, reason: str) -> None:
+        """One line for a daemon that stays away, not one for every try."""
+        if not self._said_unavailable:
+            log.warning("going on without infera-kvd, retrying: %s", reason)
+        self._said_unavailable = reason
+
+    def _tend(self) -> None:
+        """One round of the background thread: notice a dead daemon, reconnect, pass on touches."""
+        connection = self._connection
+        if connection is None:
+            self._connect()
+            return
+        if connection.has_hung_up():
+            with self._call_lock:
+                self._disconnect("infera-kvd went away")
+            return
+        while self._touches:
+            spec, keys = self._touches.popleft()
+            session = self._session
+            if session is not None:
+                head = protocol.TOUCH_HEAD.pack(session.class_ids[spec])
+                self._call(Message.TOUCH, head + keys[: protocol.BATCH_MAX * KEY_BYTES])
+
+
+def _keep_connected(reference: weakref.ref[KvdClient]) -> None:
+    """Body of the background thread; ends when the client is closed or garbage."""
+    while (client := reference()) is not None and not client._stopping:
+        try:
+            client._tend()
+        except Exception:
+            log.exception("infera-kvd client: unexpected error, trying again")
+        wake = client._wake
+        del client
+        wake.wait(RECONNECT_INTERVAL_S)
+        wake.clear()

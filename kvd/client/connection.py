@@ -1,0 +1,125 @@
+"""A synchronous connection to the daemon: one request, one answer, never a wait without end."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from pathlib import Path
+from typing import Any
+
+from kvd import protocol
+from kvd.protocol import Frame, FrameReader, Kind, Message, ProtocolError, RefusedError, encode
+
+TIMEOUT_S = 1.0
+READ_BYTES = 256 * 1024
+DESCRIPTORS_EXPECTED = 3
+
+
+class UnavailableError(Exception):
+    """The daemon cannot be reached, or stopped answering; the text says what helps."""
+
+
+class ClientConnection:
+    """A connected socket. Not thread-safe; after an UnavailableError it is closed."""
+
+    def __init__(self, sock: socket.socket, path: Path) -> None:
+        self._socket = sock
+        self._path = path
+        self._reader = FrameReader()
+        self._next_id = 1
+        self._received: list[int] = []
+
+    @classmethod
+    def open(cls, path: Path, timeout_s: float = TIMEOUT_S) -> ClientConnection:
+        """Connect.
+
+        Raises:
+            UnavailableError: when nobody listens there.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(str(path))
+        except OSError as error:
+            sock.close()
+            raise UnavailableError(
+                f"no infera-kvd at {path} ({error.strerror or error}); start one with: infera-kvd serve --socket {path}"
+            ) from error
+        return cls(sock, path)
+
+    def hello(self, name: str, resume: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[int]]:
+        """Introduce this process as an engine; returns what the daemon says of itself and the
+        descriptors of index, data and ledger, which the caller owns.
+
+        Raises:
+            RefusedError: when versions do not fit or the daemon is full.
+            UnavailableError: when it does not answer.
+        """
+        request = {"protocol": [protocol.PROTOCOL_VERSION], "role": "engine", "name": name, "pid": os.getpid()}
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            answer = self.call(Message.HELLO, protocol.encode_json(request | (resume or {})), [pidfd])
+        finally:
+            os.close(pidfd)
+        descriptors, self._received = self._received, []
+        if len(descriptors) != DESCRIPTORS_EXPECTED:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise UnavailableError(f"infera-kvd sent {len(descriptors)} descriptors instead of {DESCRIPTORS_EXPECTED}")
+        return protocol.decode_json(answer), descriptors
+
+    def observe(self) -> dict[str, Any]:
+        """Introduce this process as an observer; returns what the daemon says of itself."""
+        request = {"protocol": [protocol.PROTOCOL_VERSION], "role": "observer"}
+        return protocol.decode_json(self.call(Message.HELLO, protocol.encode_json(request)))
+
+    def call(self, message: int, payload: bytes, descriptors: list[int] | None = None) -> bytes:
+        """Send a request and return the answer's payload.
+
+        Raises:
+            RefusedError: when the daemon refuses, with its words.
+            UnavailableError: when it is gone or silent for the timeout.
+        """
+        request_id, self._next_id = self._next_id, (self._next_id + 1) % 2**32
+        frame = encode(message, Kind.REQUEST, request_id, payload)
+        try:
+            if descriptors:
+                sent = socket.send_fds(self._socket, [frame], descriptors)
+                frame = frame[sent:]
+            self._socket.sendall(frame)
+            answer = self._receive(request_id)
+        except (OSError, ProtocolError) as error:
+            self.close()
+            raise UnavailableError(f"infera-kvd at {self._path} does not answer: {error or 'timed out'}") from error
+        if answer.kind == Kind.ERROR:
+            raise RefusedError(answer.payload.decode(errors="replace"))
+        return answer.payload
+
+    def _receive(self, request_id: int) -> Frame:
+        while True:
+            frame = self._reader.next_frame()
+            if frame and (frame.request_id == request_id or frame.kind == Kind.ERROR):
+                return frame
+            if frame:
+                continue  # an answer to a request that was given up
+            data, descriptors, _, _ = socket.recv_fds(
+                self._socket, READ_BYTES, DESCRIPTORS_EXPECTED, socket.MSG_CMSG_CLOEXEC
+            )
+            self._received.extend(descriptors)
+            if not data:
+                raise ConnectionResetError("connection closed")
+            self._reader.feed(data)
+
+    def has_hung_up(self) -> bool:
+        """Whether the daemon has closed its end, found out without reading."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        """Close the socket. Pins and reservations stay: they end with the process or with BYE."""
+        self._socket.close()
+        for descriptor in self._received:
+            os.close(descriptor)
+        self._received.clear()

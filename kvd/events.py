@@ -1,0 +1,149 @@
+"""Cache events over ZMQ: every change in order, and a snapshot for whoever is late or lagging.
+
+PUB frames: topic `kvd@<instance>`, sequence number (8 bytes, big-endian), msgpack payload
+`{"ts": seconds, "events": [...]}`. An event is `{"type": "stored" | "removed", "tier": "ram",
+"namespace": hex, "model": name, "group": int, "keys": n times 16 bytes}`. A subscriber that sees a
+gap in the sequence asks the snapshot socket. A slow subscriber loses frames, never slows the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvd.store import KEY_BYTES, StoreEvent
+
+SEND_QUEUE_FRAMES = 4096
+"""Frames kept for one slow subscriber before it starts to lose some."""
+SNAPSHOT_QUEUE_FRAMES = 65536
+KEYS_PER_FRAME_MAX = 4096
+SNAPSHOT_END = (2**64 - 1).to_bytes(8, "big")
+
+log = logging.getLogger("kvd")
+
+
+@dataclass(frozen=True)
+class ClassName:
+    """What a class id stands for."""
+
+    namespace: str
+    group: int
+    model: str
+
+
+class EventPublisher:
+    """Publishes store events and answers snapshot requests.
+
+    `names` resolves class ids; `snapshot` publishes what is pending and returns all present records.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        publish_path: Path,
+        snapshot_path: Path,
+        names: Callable[[int], ClassName],
+        snapshot: Callable[[], list[StoreEvent]],
+    ) -> None:
+        self.publish_endpoint = f"ipc://{publish_path}"
+        self.snapshot_endpoint = f"ipc://{snapshot_path}"
+        self.sequence = 1  # of the next frame; a snapshot taken before the first is exact at 0
+        self.snapshots_total = 0
+        self._topic = f"kvd@{instance}".encode()
+        self._names = names
+        self._snapshot = snapshot
+        self._paths = (publish_path, snapshot_path)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context = zmq.asyncio.Context()
+        plain = zmq.Context(self._context)
+        self._publisher = plain.socket(zmq.PUB)
+        self._publisher.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        self._publisher.setsockopt(zmq.LINGER, 0)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.SNDHWM, SNAPSHOT_QUEUE_FRAMES)
+        self._router.setsockopt(zmq.MAXMSGSIZE, 1024)
+        self._router.setsockopt(zmq.LINGER, 0)
+        mask = os.umask(0o177)  # sockets are for this user only
+        try:
+            self._publisher.bind(self.publish_endpoint)
+            self._router.bind(self.snapshot_endpoint)
+        finally:
+            os.umask(mask)
+        self._server = asyncio.get_running_loop().create_task(self._serve_snapshots())
+
+    def publish(self, events: list[StoreEvent], *, some_were_lost: bool) -> None:
+        """Send events in order; after a loss, leave a gap that makes every subscriber resynchronise."""
+        if some_were_lost:
+            log.warning("event queue overflowed; subscribers will resynchronise from a snapshot")
+            self.sequence += 1
+        if not events and not some_were_lost:
+            return
+        for batch in _batches(events) or [[]]:
+            self._publisher.send_multipart([self._topic, self.sequence.to_bytes(8, "big"), self._encode(batch)])
+            self.sequence += 1
+
+    def _encode(self, events: list[StoreEvent]) -> bytes:
+        encoded = []
+        for event in events:
+            name = self._names(event.class_id)
+            encoded.append(
+                {
+                    "type": "removed" if event.is_removed else "stored",
+                    "tier": "ram",
+                    "namespace": name.namespace,
+                    "model": name.model,
+                    "group": name.group,
+                    "keys": event.keys,
+                }
+            )
+        return self._encoder.encode({"ts": time.time(), "events": encoded})
+
+    async def _serve_snapshots(self) -> None:
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) != 3 or frames[2] != b"snapshot":
+                continue
+            self.snapshots_total += 1
+            # Taking the snapshot publishes what was pending; no event can come in between, because
+            # this runs in one go on the daemon's only thread.
+            payloads = [self._encode(batch) for batch in _batches(self._snapshot())]
+            exact_at = (self.sequence - 1).to_bytes(8, "big")
+            for payload in payloads:
+                await self._router.send_multipart([frames[0], b"", self._topic, exact_at, payload])
+            await self._router.send_multipart([frames[0], b"", self._topic, SNAPSHOT_END, b""])
+
+    async def close(self) -> None:
+        """Stop serving and remove the sockets."""
+        self._server.cancel()
+        await asyncio.gather(self._server, return_exceptions=True)
+        self._publisher.close(0)
+        self._router.close(0)
+        self._context.term()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+def _batches(events: list[StoreEvent]) -> list[list[StoreEvent]]:
+    """Cut events into frames of at most KEYS_PER_FRAME_MAX keys, keeping their order."""
+    batches: list[list[StoreEvent]] = []
+    room = 0
+    for event in events:
+        step = KEYS_PER_FRAME_MAX * KEY_BYTES
+        for start in range(0, len(event.keys), step):
+            keys = event.keys[start : start + step]
+            count = len(keys) // KEY_BYTES
+            if count > room:
+                batches.append([])
+                room = KEYS_PER_FRAME_MAX
+            batches[-1].append(StoreEvent(event.class_id, event.is_removed, keys))
+            room -= count
+    return batches
