@@ -1,0 +1,203 @@
+"""The worker record: everything the fleet needs to know about one engine endpoint.
+
+Written by the agent beside an engine, read by every server. It lives in the engine's environment too, so
+this module needs nothing but msgspec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+SCHEMA_VERSION: Final = 1
+RECORD_BYTES_MAX: Final = 64 * 1024
+NAME_CHARACTERS_MAX: Final = 512
+ALIASES_MAX: Final = 64
+DP_RANKS_MAX: Final = 1024
+BLOCK_SIZE_TOKENS_MAX: Final = 65_536
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+_INCARNATION: Final = re.compile(r"[0-9a-f]{32}")
+_HEX: Final = re.compile(r"(?:[0-9a-f]{2})+")
+_EVENT_SCHEMES: Final = ("ipc://", "tcp://")
+
+Role = Literal["mixed", "prefill", "decode"]
+
+
+class RecordError(ValueError):
+    """A worker record that cannot be accepted; the message names the field and what it should be."""
+
+
+class EventRank(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one data-parallel rank publishes its KV events, and where its last batches can be asked again."""
+
+    dp_rank: int
+    pub: str
+    replay: str | None = None
+
+
+class EventSource(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV events of one incarnation. Subscribers take exactly this topic and no other."""
+
+    topic: str
+    ranks: tuple[EventRank, ...]
+
+
+class KvdSource(msgspec.Struct, frozen=True, kw_only=True):
+    """The cache daemon a worker reads and writes, and the namespace its blocks live in there."""
+
+    instance: str
+    namespace: str
+    pub: str | None = None
+    snapshot: str | None = None
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine endpoint in one life. A restart is a new incarnation and so a new worker.
+
+    Sizes are in tokens. ``worker_id`` names the place (it survives a restart), ``incarnation`` the life.
+    ``tokenizer_digest`` is empty where the agent could not read the model folder.
+    """
+
+    incarnation: str
+    worker_id: str
+    url: str
+    engine: str
+    engine_version: str
+    model: str
+    schema: int = SCHEMA_VERSION
+    role: Role = "mixed"
+    aliases: tuple[str, ...] = ()
+    model_path: str = ""
+    tokenizer_digest: str = ""
+    max_context_tokens: int | None = None
+    block_size_tokens: int | None = None
+    kv_capacity_tokens: int | None = None
+    events: EventSource | None = None
+    kvd: KvdSource | None = None
+    transports: tuple[str, ...] = ("http",)
+    zone: str | None = None
+
+
+_DECODER: Final = msgspec.json.Decoder(WorkerRecord)
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+def encode_record(record: WorkerRecord) -> bytes:
+    """The record as JSON, the form agents send and registries keep."""
+    return _ENCODER.encode(record)
+
+
+def decode_record(body: bytes) -> WorkerRecord:
+    """Read and check a record from JSON.
+
+    Unknown fields are ignored, so that a newer agent can join an older server of the same schema.
+
+    Raises RecordError on anything malformed.
+    """
+    if len(body) > RECORD_BYTES_MAX:
+        raise RecordError(f"a worker record may have {RECORD_BYTES_MAX} bytes at most, this one has {len(body)}")
+    try:
+        record = _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordError(f"not a worker record: {error}") from error
+    check_record(record)
+    return record
+
+
+def check_record(record: WorkerRecord) -> None:
+    """Raise RecordError where a field's value makes no sense."""
+    if record.schema != SCHEMA_VERSION:
+        raise RecordError(
+            f"schema {record.schema} is not spoken here (this server reads schema {SCHEMA_VERSION}): "
+            "run the same Infera version on the servers and the workers"
+        )
+    if not _INCARNATION.fullmatch(record.incarnation):
+        raise RecordError("incarnation must be 32 lower-case hex digits")
+    _check_names(record)
+    _check_url(record.url)
+    _check_sizes(record)
+    _check_sources(record)
+
+
+def _check_names(record: WorkerRecord) -> None:
+    names = {"worker_id": record.worker_id, "model": record.model, "engine": record.engine}
+    if len(record.aliases) > ALIASES_MAX:
+        raise RecordError(f"aliases: {ALIASES_MAX} at most, not {len(record.aliases)}")
+    for position, alias in enumerate(record.aliases):
+        names[f"aliases[{position}]"] = alias
+    for field, value in names.items():
+        if not value or len(value) > NAME_CHARACTERS_MAX or not value.isprintable():
+            raise RecordError(f"{field} must be 1 to {NAME_CHARACTERS_MAX} printable characters")
+    if not record.worker_id.isascii():
+        raise RecordError("worker_id must be ASCII: it travels in an HTTP header")
+    if record.tokenizer_digest and not _HEX.fullmatch(record.tokenizer_digest):
+        raise RecordError("tokenizer_digest must be hex or empty")
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise RecordError(f"url {url!r}: {error}") from error
+    if parts.scheme != "http" or not parts.hostname or port is None or parts.username or parts.query:
+        raise RecordError(f"url must look like http://host:port, not {url!r}")
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise RecordError("url must be printable ASCII without spaces")
+
+
+def _check_sizes(record: WorkerRecord) -> None:
+    for field in ("max_context_tokens", "block_size_tokens", "kv_capacity_tokens"):
+        value: int | None = getattr(record, field)
+        if value is not None and value <= 0:
+            raise RecordError(f"{field} must be positive or null, not {value}")
+    if record.block_size_tokens is not None and record.block_size_tokens > BLOCK_SIZE_TOKENS_MAX:
+        raise RecordError(f"block_size_tokens must be {BLOCK_SIZE_TOKENS_MAX} at most")
+
+
+def _check_sources(record: WorkerRecord) -> None:
+    if record.events is not None:
+        ranks = record.events.ranks
+        if not record.events.topic or not 1 <= len(ranks) <= DP_RANKS_MAX:
+            raise RecordError(f"events need a topic and 1 to {DP_RANKS_MAX} ranks")
+        if len({rank.dp_rank for rank in ranks}) != len(ranks) or any(rank.dp_rank < 0 for rank in ranks):
+            raise RecordError("events.ranks: every dp_rank must be there once and not be negative")
+        for rank in ranks:
+            _check_endpoint("events pub", rank.pub)
+            _check_endpoint("events replay", rank.replay)
+    if record.kvd is not None:
+        for field in ("instance", "namespace"):
+            if not _HEX.fullmatch(getattr(record.kvd, field)):
+                raise RecordError(f"kvd.{field} must be hex")
+        _check_endpoint("kvd pub", record.kvd.pub)
+        _check_endpoint("kvd snapshot", record.kvd.snapshot)
+
+
+def _check_endpoint(what: str, endpoint: str | None) -> None:
+    if endpoint is not None and not endpoint.startswith(_EVENT_SCHEMES):
+        raise RecordError(f"{what}: {endpoint!r} must start with ipc:// or tcp://")
+
+
+def tokenizer_digest(model_path: str | Path) -> str:
+    """SHA-256 (hex) over the files that decide how text becomes tokens; empty where there are none.
+
+    Each file that exists enters with its name and length, so that moving bytes from one to another shows.
+    """
+    folder = Path(model_path)
+    digest = hashlib.sha256()
+    found = False
+    for name in TOKENIZER_FILES:
+        try:
+            content = (folder / name).read_bytes()
+        except OSError:
+            continue
+        found = True
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest() if found else ""

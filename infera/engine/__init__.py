@@ -1,0 +1,1 @@
+"""Launchers and the agent that stands beside an engine."""

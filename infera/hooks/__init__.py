@@ -1,0 +1,1 @@
+"""How an unmodified engine becomes a worker: the sitecustomize bootstrap and the plugin interface."""

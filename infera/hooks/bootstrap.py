@@ -1,0 +1,132 @@
+"""Runs in every Python process of an engine environment; acts only in the one that launches an engine.
+
+`install` puts a finder on `sys.meta_path` that waits for an engine package. When one is imported by
+the launching process, its plugin fills in command line and environment, and the agent is started.
+Children inherit INFERA_INCARNATION and are left alone.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from types import ModuleType
+
+ENGINES = ("vllm", "sglang", "atom")
+INCARNATION = "INFERA_INCARNATION"
+AGENT_FACTS = "INFERA_AGENT_FACTS"
+
+
+def install() -> None:
+    """Wait for an engine's package to be imported."""
+    if INCARNATION not in os.environ:
+        sys.meta_path.insert(0, _EngineFinder())
+
+
+class _EngineFinder(importlib.abc.MetaPathFinder):
+    """Finds engine packages the ordinary way, and runs the hook right after their import."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in ENGINES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _AfterImport(spec.loader, fullname)
+        return spec
+
+
+class _AfterImport(importlib.abc.Loader):
+    """The package's own loader, then the hook."""
+
+    def __init__(self, loader: importlib.abc.Loader, engine: str) -> None:
+        self._loader = loader
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)  # resources, source: whatever the real loader offers
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        try:
+            launch(self._engine)
+        except Exception as error:
+            if os.environ.get("INFERA_REQUIRE_NATIVE"):
+                raise
+            say(f"{self._engine} runs without Infera: {type(error).__name__}: {error}")
+
+
+def say(line: str) -> None:
+    """One line to standard error; logging is not configured yet."""
+    sys.stderr.write(f"infera: {line}\n")
+
+
+def launch(engine: str) -> None:
+    """Let the engine's plugin wire this process, and start the agent.
+
+    Raises:
+        RuntimeError: when no plugin for the engine is installed.
+    """
+    import pluggy
+
+    from infera.hooks import spec
+
+    if not (os.environ.get("INFERA_KVD_SOCKET") or os.environ.get("INFERA_DISCOVERY")):
+        return
+    manager = pluggy.PluginManager(spec.PROJECT)
+    manager.add_hookspecs(spec.EngineHooks)
+    if not manager.load_setuptools_entrypoints(spec.ENTRY_POINT_GROUP):
+        raise RuntimeError(f"no plugin for {engine} is installed; add infera-plugin-{engine} to this environment")
+    runtime_dir = make_runtime_dir()
+    launched = spec.Launch(engine, sys.argv, list(sys.orig_argv), os.environ, uuid.uuid4().hex, runtime_dir)
+    wiring = manager.hook.infera_engine_launched(launch=launched)
+    if wiring is None:
+        return
+    os.environ[INCARNATION] = launched.incarnation
+    os.environ["INFERA_RUNTIME_DIR"] = runtime_dir
+    for note in wiring.notes:
+        say(note)
+    if wiring.agent is not None:
+        start_agent(wiring.agent)
+
+
+def make_runtime_dir() -> str:
+    """The folder for sockets, private to this user.
+
+    Raises:
+        RuntimeError: when it belongs to somebody else.
+    """
+    from kvd.program import runtime_folder
+
+    folder = runtime_folder(os.environ)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{folder} belongs to another user; set INFERA_RUNTIME_DIR to a folder of yours")
+    return str(folder)
+
+
+def start_agent(facts: dict[str, object]) -> subprocess.Popen[bytes]:
+    """Start the agent, in a session of its own so that a Ctrl-C meant for the engine does not end it
+    before it has deregistered."""
+    environ = dict(os.environ)
+    environ[AGENT_FACTS] = json.dumps(facts | {"launcher_pid": os.getpid()})
+    return subprocess.Popen(
+        [sys.executable, "-m", "infera.engine.agent"],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )

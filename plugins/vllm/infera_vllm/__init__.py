@@ -1,0 +1,1 @@
+"""vLLM plugin of Infera: command-line wiring and the KV connector."""

@@ -1,0 +1,96 @@
+"""A worker's half: moves blocks between this rank's cache tensors and the arena."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from infera_core.keys import KEY_BYTES
+
+from infera_vllm.metadata import InferaWorkerMetadata, LoadOrder, SaveOrder
+from kvd.client.client import KvdClient, RecordSpec
+from kvd.client.copier import BlockCopier
+
+SAVE_BATCH_BLOCKS = 64
+"""Blocks reserved, copied and committed together."""
+
+log = logging.getLogger("infera.vllm")
+
+
+class WorkerSide:
+    """One rank's half. Called from the worker's thread only."""
+
+    def __init__(self, client: KvdClient, spec: RecordSpec, shard: int, copier: BlockCopier) -> None:
+        self._client = client
+        self._spec = spec
+        self._shard = shard
+        self._copier = copier
+        self._failed: set[int] = set()
+        self._done: dict[int, int] = {}
+        self._failed_in_step = 0
+
+    def load(self, orders: Sequence[LoadOrder]) -> None:
+        """Fill blocks from the arena before the step computes. What fails is reported, not raised."""
+        for order in orders:
+            failed = set(order.lost_block_ids) | self._load_one(order)
+            if failed:
+                log.warning(
+                    "request %s: %d of %d cached blocks could not be used and are computed again",
+                    order.request_id, len(failed), len(order.block_ids) + len(order.lost_block_ids),
+                )  # fmt: skip
+            self._failed |= failed
+            self._failed_in_step += len(failed)
+            self._done[order.load_id] = 1
+
+    def _load_one(self, order: LoadOrder) -> set[int]:
+        """Blocks of this order that do not hold the right bytes now."""
+        if not order.block_ids:
+            return set()
+        session = self._client.session()
+        if session is None or session.arena.instance != order.instance:
+            return set(order.block_ids)
+        arena = session.arena
+        base = arena.data_address + session.shard_offsets[self._spec][self._shard]
+        end = arena.data_address + arena.data_bytes
+        addresses = [base + offset for offset in order.offsets]
+        if max(addresses) + self._copier.object_bytes > end:
+            return set(order.block_ids)
+        delivered = self._copier.load(order.block_ids, addresses)
+        return {
+            block_id
+            for block_id, slot, checksum in zip(order.block_ids, order.slots, delivered, strict=True)
+            if checksum != arena.shard_sum(slot, self._shard)
+        }
+
+    def save(self, orders: Sequence[SaveOrder]) -> None:
+        """Copy completed blocks into the arena.
+
+        After a failed load in the same step nothing is saved: what was computed on top of the bad
+        blocks is wrong, and other requests may share them.
+        """
+        if self._failed_in_step:
+            return
+        for order in orders:
+            for start in range(0, len(order.block_ids), SAVE_BATCH_BLOCKS):
+                self._save_batch(order, start, start + SAVE_BATCH_BLOCKS)
+
+    def _save_batch(self, order: SaveOrder, start: int, stop: int) -> None:
+        block_ids = order.block_ids[start:stop]
+        keys = [order.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(start, start + len(block_ids))]
+        grants = self._client.reserve(self._spec, self._shard, keys, order.depths_grains[start:stop])
+        if grants:
+            sums = self._copier.save(
+                [block_ids[grant.position] for grant in grants], [grant.address for grant in grants]
+            )
+            self._client.commit(grants, sums)
+
+    def take_failed(self) -> set[int]:
+        """Blocks to compute again, once."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def report(self) -> InferaWorkerMetadata | None:
+        """What the scheduler's half must know of this step, once."""
+        done, failed = self._done, self._failed_in_step
+        self._done, self._failed_in_step = {}, 0
+        return InferaWorkerMetadata(done, failed) if done else None
