@@ -101,6 +101,10 @@ static uint32_t slabs_for(const extents *pool, uint32_t units) {
     return best;
 }
 
+int extents_fits(const extents *pool, uint32_t units) {
+    return units && slabs_for(pool, units) != 0;
+}
+
 uint32_t extents_size_class(extents *pool, uint32_t units) {
     for (uint32_t i = 0; i < pool->size_count; i++)
         if (pool->sizes[i].units == units) return i;

@@ -13,6 +13,9 @@ typedef struct extents extents;
 extents *extents_create(uint32_t total_units);
 void extents_destroy(extents *pool);
 
+/* Whether an empty pool has room for one extent of `units`. */
+int extents_fits(const extents *pool, uint32_t units);
+
 /* Index of the size class for extents of `units`, or EXTENTS_NONE when 64 sizes exist already or
  * one extent would not fit the pool. */
 uint32_t extents_size_class(extents *pool, uint32_t units);

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 
 #ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_READ  22
 #define MADV_POPULATE_WRITE 23
 #endif
 #define PAGE_BYTES 4096
@@ -17,6 +18,11 @@ int memory_prefault(void *start, uint64_t bytes) {
     for (uint64_t offset = 0; offset < bytes; offset += PAGE_BYTES)
         atomic_fetch_add_explicit((_Atomic uint8_t *)start + offset, 0, memory_order_relaxed);
     return 0;
+}
+
+int memory_populate(void *start, uint64_t bytes, int is_writable) {
+    int advice = is_writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ;
+    return madvise(start, bytes, advice) == 0 ? 0 : errno;
 }
 
 int memory_lock(void *start, uint64_t bytes) {

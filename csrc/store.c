@@ -20,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checksum.h"
 #include "store_private.h"
 
 #define RUN_SCRATCH 4096
@@ -52,6 +53,7 @@ static int take_memory(store *state) {
 
 store *store_create(void *index, const uint8_t *instance, uint64_t generation, uint64_t records,
                     uint32_t sums_per_record, uint64_t data_bytes, const uint64_t *seed) {
+    if (records > STORE_RECORDS_MAX || data_bytes / ARENA_UNIT_BYTES >= UINT32_MAX) return NULL;
     store *state = calloc(1, sizeof *state);
     if (!state) return NULL;
     state->header = index;
@@ -141,6 +143,7 @@ static int make_class(store *state, uint32_t id, const uint8_t *name_space, uint
         units += units_for(shard_bytes[i]);
     }
     if (units > state->header->data_bytes / ARENA_UNIT_BYTES) return STORE_TOO_LARGE;
+    if (!extents_fits(state->pool, (uint32_t)units)) return STORE_TOO_LARGE;
     uint32_t size = extents_size_class(state->pool, (uint32_t)units);
     if (size == EXTENTS_NONE) return STORE_CLASSES_FULL;
     state->class_sizes[id] = size;
@@ -195,6 +198,28 @@ int store_drop(store *state, uint32_t class_id, const uint8_t *key) {
     if (!store_evict(state, slot)) return STORE_PINNED;
     state->stats.dropped_total++;
     return STORE_OK;
+}
+
+static int is_intact(const store *state, const void *data, uint32_t slot) {
+    const arena_record *record = store_record(state, slot);
+    const arena_class *kind = &state->classes[record->class_id];
+    const char *bytes = (const char *)data + (uint64_t)record->extent_start * ARENA_UNIT_BYTES;
+    for (uint32_t shard = 0; shard < kind->shard_count; shard++) {
+        uint64_t sum = state->sums[(uint64_t)slot * state->header->sums_per_record + shard];
+        if (checksum_bytes(bytes, kind->shard_bytes[shard]) != sum) return 0;
+        bytes += (uint64_t)units_for(kind->shard_bytes[shard]) * ARENA_UNIT_BYTES;
+    }
+    return 1;
+}
+
+int store_verify(store *state, const void *data, uint32_t class_id, const uint8_t *key) {
+    if (class_id >= ARENA_CLASSES_MAX) return STORE_BAD_REQUEST;
+    uint32_t slot = store_find(state, class_id, key);
+    if (slot == ARENA_NONE || !store_is_present(state, slot)) return STORE_ABSENT;
+    if (is_intact(state, data, slot)) return STORE_OK;
+    if (!store_evict(state, slot)) return STORE_PINNED;
+    state->stats.damaged_total++;
+    return STORE_DAMAGED;
 }
 
 uint64_t store_drop_class(store *state, uint32_t class_id) {

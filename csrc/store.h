@@ -13,6 +13,7 @@ enum {
     STORE_RESERVATIONS_MAX = 65536,
     STORE_RESERVATIONS_PER_CLIENT_MAX = 8192,
     STORE_EVENTS_MAX = 65536,
+    STORE_RECORDS_MAX = 1 << 30, /* a slot number leaves one bit of 32 free */
 };
 
 enum store_status {
@@ -28,6 +29,7 @@ enum store_status {
     STORE_CLASSES_FULL = 9,
     STORE_MISMATCH = 10,  /* the class exists with another geometry */
     STORE_TOO_LARGE = 11, /* a record does not fit the arena, or has too many shards */
+    STORE_DAMAGED = 12,   /* the bytes do not match the checksum */
 };
 
 typedef struct store store;
@@ -36,7 +38,8 @@ typedef struct {
     uint64_t data_bytes, used_bytes, present_bytes, quarantined_bytes;
     uint64_t records_present, records_incomplete, record_capacity;
     uint64_t reservations, clients, classes;
-    uint64_t stored_total, evicted_total, dropped_total, expired_total, aborted_total;
+    uint64_t stored_total, evicted_total, dropped_total, damaged_total, expired_total,
+        aborted_total;
     uint64_t reserve_exists_total, reserve_busy_total, reserve_no_space_total, reserve_limit_total;
     uint64_t commit_stale_total, touched_total, events_lost_total;
 } store_stats;
@@ -66,14 +69,15 @@ typedef struct {
 } store_event;
 
 /* Formats `index` (arena_index_bytes long, zeroed) and makes the store that owns it. NULL when
- * memory is short. One thread at a time may call any store function. */
+ * memory is short, or when there are more than STORE_RECORDS_MAX records or 2^32 units. One thread
+ * at a time may call any store function. */
 store *store_create(void *index, const uint8_t *instance, uint64_t generation, uint64_t records,
                     uint32_t sums_per_record, uint64_t data_bytes, const uint64_t *seed);
 void store_destroy(store *state);
 
-/* Registers a client's ledger (formatted here) and returns the client's number, or -1 at the
- * limit. Detaching clears its pins and gives up its reservations; the ledger's memory may be
- * unmapped afterwards. */
+/* Registers a client's ledger (zeroed; its header is written here) and returns the client's number,
+ * or -1 at the limit. Detaching clears its pins and gives up its reservations; the ledger's memory
+ * may be unmapped afterwards. */
 int store_client_attach(store *state, void *ledger, uint64_t token);
 void store_client_detach(store *state, uint32_t client);
 
@@ -84,7 +88,8 @@ int store_class_open(store *state, const uint8_t *name_space, uint32_t group, ui
                      uint64_t *shard_offsets);
 
 /* Reserves space for one shard of each wished record. A grant with STORE_OK must be committed or
- * given up before `deadline_ns` (same clock as every `now_ns`); grants answer wishes in order. */
+ * given up before `deadline_ns` (same clock as every `now_ns`), which must not decrease from call
+ * to call; grants answer wishes in order. */
 void store_reserve(store *state, uint32_t client, uint32_t class_id, uint32_t shard,
                    uint32_t retention, uint64_t tenant_tag, const store_wish *wishes, uint64_t n,
                    uint64_t now_ns, uint64_t deadline_ns, store_grant *grants);
@@ -96,6 +101,10 @@ void store_give_up(store *state, uint32_t client, const uint64_t *reservations, 
 /* Notes that these records were useful. In order of the chain: its head survives longest. */
 void store_touch(store *state, uint32_t class_id, const uint8_t *keys, uint64_t n);
 int store_drop(store *state, uint32_t class_id, const uint8_t *key);
+/* Checks a present record's bytes (in `data`, the mapped data file) against its checksums and drops
+ * it when they differ: STORE_OK when they are right, STORE_ABSENT, STORE_PINNED, or STORE_DAMAGED
+ * when it was dropped. */
+int store_verify(store *state, const void *data, uint32_t class_id, const uint8_t *key);
 /* Drops every record of a class that is not pinned; returns how many. */
 uint64_t store_drop_class(store *state, uint32_t class_id);
 

@@ -119,7 +119,8 @@ void store_set_shards(store *state, uint32_t slot, uint64_t shard_mask) {
 static int is_pinned(const store *state, uint32_t slot) {
     for (uint32_t client = 0; client < state->clients_end; client++) {
         const client_book *book = &state->clients[client];
-        if (book->pins && atomic_load_explicit(&book->pins[slot], memory_order_relaxed)) return 1;
+        /* Acquire: a reader's last loads come before the next writer's stores into its extent. */
+        if (book->pins && atomic_load_explicit(&book->pins[slot], memory_order_acquire)) return 1;
     }
     return 0;
 }

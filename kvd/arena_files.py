@@ -11,6 +11,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -18,11 +19,16 @@ from pathlib import Path
 
 from infera_core import ffi, lib
 
+from kvd.memory_limits import memory_room_bytes
+
 PREFAULT_CHUNK_BYTES = 64 << 20
 PREFAULT_THREADS_MAX = 8
 PROGRESS_INTERVAL_S = 2.0
 FREE_MARGIN_BYTES = 64 << 20
 """Left free on the file system, so that ledgers of clients always fit."""
+
+_ARENA_FILE = re.compile(r"[0-9a-f]{12}\.(?:index|data)|[0-9a-f]{16}\.ledger")
+"""Names of files made here. Nothing else is ever removed."""
 
 log = logging.getLogger("kvd")
 
@@ -62,6 +68,7 @@ class ArenaFolder:
         self.path = path
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_is_ours(path)
             os.chmod(path, 0o700)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -80,9 +87,9 @@ class ArenaFolder:
     def remove_left_overs(self) -> int:
         """Remove files of a killed daemon; returns their number of bytes."""
         freed_bytes = 0
-        for pattern in ("*.index", "*.data", "*.ledger"):
-            for path in self.path.glob(pattern):
-                freed_bytes += path.stat().st_size
+        for path in self.path.iterdir():
+            if _ARENA_FILE.fullmatch(path.name):
+                freed_bytes += path.lstat().st_size
                 path.unlink()
         return freed_bytes
 
@@ -99,7 +106,7 @@ class ArenaFolder:
                 f"{self.path} has room for {max(free_bytes, 0) >> 20} MiB, {needed_bytes >> 20} MiB are needed; lower "
                 "--memory, or enlarge the file system (docker: --shm-size; mount: remount with size=)"
             )
-        limit_bytes = cgroup_room_bytes()
+        limit_bytes = memory_room_bytes()
         if limit_bytes is not None and needed_bytes > limit_bytes:
             raise ArenaFolderError(
                 f"this process may use {max(limit_bytes, 0) >> 20} MiB more memory (cgroup limit), "
@@ -129,16 +136,19 @@ class ArenaFolder:
         os.close(self._lock)
 
 
-def cgroup_room_bytes() -> int | None:
-    """Return what the memory cgroup (v2) still allows, or None without a limit."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        folder = Path("/sys/fs/cgroup") / group
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) - used
+def _check_is_ours(path: Path) -> None:
+    """See that a folder is this user's and holds nothing but an arena: it is locked up and cleaned.
+
+    Raises:
+        ArenaFolderError: when it is not.
+    """
+    if path.stat().st_uid != os.getuid():
+        raise ArenaFolderError(f"{path} belongs to user {path.stat().st_uid}; choose another folder with --path")
+    for entry in path.iterdir():
+        if entry.name != "lock" and not _ARENA_FILE.fullmatch(entry.name):
+            raise ArenaFolderError(
+                f"{path} holds {entry.name}, which is not infera-kvd's; name a folder of its own with --path"
+            )
 
 
 def prefault(memory: mmap.mmap, threads: int) -> None:

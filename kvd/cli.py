@@ -43,8 +43,12 @@ def _serve(arguments: list[str]) -> int:
     from kvd.daemon import Daemon, DaemonSettings
 
     values = SERVE.parse(arguments, os.environ)
+    level = os.environ.get("INFERA_LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        print(f"infera-kvd: INFERA_LOG_LEVEL is {level!r}; use DEBUG, INFO, WARNING or ERROR", file=sys.stderr)
+        return EXIT_USAGE
     logging.basicConfig(
-        level=os.environ.get("INFERA_LOG_LEVEL", "INFO").upper(),
+        level=level,
         format="%(asctime)s %(levelname)s kvd: %(message)s",
         stream=sys.stderr,
     )
@@ -93,14 +97,14 @@ def _ask(path: Path, message: int, payload: bytes) -> dict[str, object]:
 
 def _status(arguments: list[str]) -> int:
     from kvd.client.connection import UnavailableError
-    from kvd.protocol import Message
+    from kvd.protocol import Message, RefusedError
     from kvd.status import render_status
 
     values = STATUS.parse(arguments, os.environ)
     path = _socket_path(values)
     try:
         facts = _ask(path, Message.STATUS, b"")
-    except UnavailableError as error:
+    except (UnavailableError, RefusedError) as error:
         print(f"infera-kvd: {error}", file=sys.stderr)
         return 1
     print(json.dumps(facts) if values.json else render_status(facts))

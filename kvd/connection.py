@@ -66,6 +66,11 @@ class Connection:
             self.send(encode(0, Kind.ERROR, 0, str(error).encode()))
             self.close()
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether something sent has not left yet."""
+        return bool(self._unsent)
+
     def send(self, data: bytes, descriptors: list[int] | None = None) -> None:
         """Send a frame, with descriptors attached to its first byte."""
         if self._closed:

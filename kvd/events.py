@@ -82,6 +82,8 @@ class EventPublisher:
 
     def publish(self, events: list[StoreEvent], *, some_were_lost: bool) -> None:
         """Send events in order; after a loss, leave a gap that makes every subscriber resynchronise."""
+        if self._publisher.closed:
+            return
         if some_were_lost:
             log.warning("event queue overflowed; subscribers will resynchronise from a snapshot")
             self.sequence += 1
@@ -112,14 +114,20 @@ class EventPublisher:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or frames[2] != b"snapshot":
                 continue
-            self.snapshots_total += 1
-            # Taking the snapshot publishes what was pending; no event can come in between, because
-            # this runs in one go on the daemon's only thread.
-            payloads = [self._encode(batch) for batch in _batches(self._snapshot())]
-            exact_at = (self.sequence - 1).to_bytes(8, "big")
-            for payload in payloads:
-                await self._router.send_multipart([frames[0], b"", self._topic, exact_at, payload])
-            await self._router.send_multipart([frames[0], b"", self._topic, SNAPSHOT_END, b""])
+            try:
+                await self._send_snapshot(frames[0])
+            except Exception:
+                log.exception("a snapshot failed; its subscriber will ask again")
+
+    async def _send_snapshot(self, peer: bytes) -> None:
+        self.snapshots_total += 1
+        # Taking the snapshot publishes what was pending; no event can come in between, because
+        # this runs in one go on the daemon's only thread.
+        payloads = [self._encode(batch) for batch in _batches(self._snapshot())]
+        exact_at = (self.sequence - 1).to_bytes(8, "big")
+        for payload in payloads:
+            await self._router.send_multipart([peer, b"", self._topic, exact_at, payload])
+        await self._router.send_multipart([peer, b"", self._topic, SNAPSHOT_END, b""])
 
     async def close(self) -> None:
         """Stop serving and remove the sockets."""

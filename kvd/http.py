@@ -24,6 +24,7 @@ HELP = {
     "evicted_total": "Records evicted to make room.",
     "reserve_no_space_total": "Saves refused because everything was pinned or being written.",
     "reserve_limit_total": "Saves refused because the client held too many reservations.",
+    "damaged_total": "Records dropped because their bytes did not match their checksum.",
     "events_lost_total": "Events not published because the queue was full.",
     "malformed_frames_total": "Connections closed for bytes that are not the protocol.",
     "refused_peers_total": "Connections refused because the peer is another user.",

@@ -26,10 +26,13 @@ MAGIC = int.from_bytes(b"IKVD", "little")
 WISH = struct.Struct("<16sII")
 GRANT = struct.Struct("<QQII")
 COMMITMENT = struct.Struct("<QQ")
+STATUS_CODE = struct.Struct("<I")
 RESERVE_HEAD = struct.Struct("<IHHQ")
 """class id, shard, retention, tenant tag; then wishes."""
 TOUCH_HEAD = struct.Struct("<I")
 """class id; then 16-byte keys."""
+VERIFY_BATCH_MAX = 64
+"""Records of one VERIFY: the daemon reads them whole."""
 BATCH_MAX = 16384
 """Entries of one RESERVE, COMMIT, GIVE_UP or TOUCH."""
 
@@ -46,6 +49,7 @@ class Message(IntEnum):
     STATUS = 7
     DROP = 8
     BYE = 9
+    VERIFY = 10
 
 
 class Kind(IntEnum):

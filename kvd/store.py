@@ -10,6 +10,7 @@ from infera_core import ffi, lib
 
 KEY_BYTES = 16
 EVENTS_PER_TAKE = 4096
+RECORDS_MAX: int = lib.STORE_RECORDS_MAX
 
 STATUS_TEXT = {
     lib.STORE_CLASSES_FULL: (
@@ -97,9 +98,12 @@ class Store:
 
         Raises:
             StoreRefusedError: when the geometry differs from the known one or does not fit.
+            ValueError: when the namespace is not 16 bytes.
         """
         if not 1 <= len(shard_bytes) <= lib.ARENA_SHARDS_MAX:
             raise StoreRefusedError(STATUS_TEXT[lib.STORE_TOO_LARGE])
+        if len(name_space) != 16:
+            raise ValueError(f"a namespace has 16 bytes, not {len(name_space)}")
         class_id = ffi.new("uint32_t *")
         offsets = ffi.new("uint64_t[]", len(shard_bytes))
         status = lib.store_class_open(
@@ -137,6 +141,17 @@ class Store:
     def touch(self, class_id: int, keys: bytes) -> None:
         """Note that these records, in chain order, were useful."""
         lib.store_touch(self._handle, class_id, keys, len(keys) // KEY_BYTES)
+
+    def verify(self, data: Any, class_id: int, keys: bytes) -> int:
+        """Check records against their checksums, drop the damaged ones; returns how many those were.
+
+        `data` is the mapped data file.
+        """
+        view = ffi.from_buffer(data)
+        starts = range(0, len(keys), KEY_BYTES)
+        statuses = [lib.store_verify(self._handle, view, class_id, keys[i : i + KEY_BYTES]) for i in starts]
+        ffi.release(view)
+        return statuses.count(lib.STORE_DAMAGED)
 
     def drop_class(self, class_id: int) -> int:
         """Drop all records of a class that nobody reads; returns how many."""

@@ -18,6 +18,9 @@ IDENTITY_BYTES_MAX = 64 * 1024
 """Largest salt, adapter digest or image identity accepted."""
 
 
+_INTEGER_FORMATS = frozenset("iIlL")
+
+
 def _field(tag: bytes, value: bytes) -> bytes:
     if len(value) > IDENTITY_BYTES_MAX:
         raise ValueError(f"identity of {len(value)} bytes; at most {IDENTITY_BYTES_MAX} are accepted")
@@ -44,7 +47,12 @@ def image_extra(image_digest: bytes, offset_tokens: int) -> bytes:
 
     `offset_tokens` is the image's first token position minus the grain's; it is negative when the
     image began in an earlier grain. Concatenate several in order of position.
+
+    Raises:
+        ValueError: when the digest is empty or longer than `IDENTITY_BYTES_MAX`.
     """
+    if not image_digest:
+        raise ValueError("an image needs a digest; without one, all images would be the same")
     return _field(b"I", image_digest) + struct.pack("<i", offset_tokens)
 
 
@@ -63,14 +71,20 @@ def chain_keys(parent: bytes, tokens: Sequence[int] | array[int] | memoryview) -
     contiguous buffer of 32-bit items. A tail shorter than `GRAIN_TOKENS` has no key.
 
     Raises:
-        ValueError: when the parent is not 16 bytes or a buffer's items are not 4 bytes.
+        ValueError: when the parent is not 16 bytes or a buffer's items are not 32-bit integers.
+        TypeError: when the tokens are text or bytes, which hold characters, not token ids.
         OverflowError: when a token id is negative or does not fit 32 bits.
     """
     _check_key(parent)
+    if isinstance(tokens, str | bytes | bytearray):
+        raise TypeError(f"token ids are needed, not {type(tokens).__name__}")
     if not isinstance(tokens, array | memoryview):
         tokens = array("I", tokens)
-    if tokens.itemsize != 4:
-        raise ValueError(f"token buffer has {tokens.itemsize}-byte items; 4-byte ids are needed")
+    kind = tokens.format if isinstance(tokens, memoryview) else tokens.typecode
+    if isinstance(tokens, memoryview) and tokens.ndim != 1:
+        raise ValueError(f"token buffer has {tokens.ndim} dimensions; one is needed")
+    if tokens.itemsize != 4 or kind.lstrip("@=<") not in _INTEGER_FORMATS:
+        raise ValueError(f"token buffer has items of type {kind!r}; 32-bit integers are needed")
     grains = len(tokens) // GRAIN_TOKENS
     if grains == 0:
         return b""

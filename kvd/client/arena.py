@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 from infera_core import ffi, lib
 
 KEY_BYTES = 16
+POPULATE_CHUNK_BYTES = 8 << 20
+"""Mapped in one go: a few milliseconds during which the process cannot change its mappings."""
 
 _REFUSALS = {
     lib.ARENA_BAD_MAGIC: "it is not an arena",
@@ -73,10 +77,27 @@ class Arena:
 
     def pin(self, class_id: int, full_mask: int, key: bytes) -> PinnedRecord | None:
         """Pin one record; None when it is not present (any more). Needs an `unpin` of its slot."""
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a content key has {KEY_BYTES} bytes, not {len(key)}")
         extent = ffi.new("arena_extent *")
         if not lib.arena_pin(self._view, class_id, full_mask, key, extent):
             return None
         return PinnedRecord(int(extent.offset_bytes), int(extent.size_bytes), int(extent.slot))
+
+    def populate_in_background(self) -> None:
+        """Enter all pages in this process's page tables, from a thread that ends with this object.
+
+        The pages exist, but a first touch through a new mapping costs a page fault each, several
+        times the copy itself. Nothing depends on it: what fails is left to the faults.
+        """
+        threading.Thread(target=_populate, args=(weakref.ref(self),), name="infera-kvd-map", daemon=True).start()
+
+    def _populate_chunk(self, part: int, offset: int) -> bool:
+        """Do one chunk of file `part`; returns whether there is more to do in it."""
+        buffer = self._buffers[part]
+        size = min(POPULATE_CHUNK_BYTES, len(buffer) - offset)
+        is_writable = part != 0
+        return lib.memory_populate(buffer + offset, size, is_writable) == 0 and offset + size < len(buffer)
 
     def unpin(self, slot: int) -> None:
         """Give one pin back."""
@@ -89,3 +110,12 @@ class Arena:
     def pins_held(self) -> int:
         """Pins of this process: 0 when nothing leaked."""
         return int(lib.arena_pins_held(self._view))
+
+
+def _populate(reference: weakref.ref[Arena]) -> None:
+    """Body of the thread: index and ledger first, they are small and asked at every step."""
+    for part in (0, 2, 1):
+        offset = 0
+        while (arena := reference()) is not None and arena._populate_chunk(part, offset):
+            offset += POPULATE_CHUNK_BYTES
+            del arena

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from infera_core import lib
 from kvd import protocol
 from kvd.client.arena import KEY_BYTES, Arena, ArenaError, PinnedRecord
 from kvd.client.connection import ClientConnection, UnavailableError
-from kvd.protocol import Message, RefusedError
+from kvd.protocol import Message, ProtocolError, RefusedError
 
 RECONNECT_INTERVAL_S = 0.5
 CALL_TIMEOUT_S = 0.5
 """A daemon that does not answer a save for so long is treated as gone."""
-TOUCH_QUEUE_MAX = 256
+NOTICES_MAX = 256
+"""Hits and damage waiting to be told; the oldest is forgotten first, which costs accuracy, not bytes."""
 
 log = logging.getLogger("infera.kvd")
 
@@ -50,6 +51,8 @@ class Grant:
     address: int
     position: int
     """Which of the wished keys this is for."""
+    arena: Arena = field(repr=False, compare=False)
+    """Keeps the memory at `address` mapped, also when the daemon restarts during the copy."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,11 @@ class PinnedRun:
         self.arena = arena
         self.records = records
         self._released = False
+        self._pid = os.getpid()
 
     def release(self) -> None:
-        """Give the pins back. More calls do nothing."""
-        if not self._released:
+        """Give the pins back. More calls do nothing, nor does one in a forked child: they are its parent's."""
+        if not self._released and os.getpid() == self._pid:
             self._released = True
             for record in self.records:
                 self.arena.unpin(record.slot)
@@ -97,7 +101,7 @@ class KvdClient:
         self._wake = threading.Event()
         self._stopping = False
         self._said_unavailable = ""
-        self._touches: collections.deque[tuple[RecordSpec, bytes]] = collections.deque(maxlen=TOUCH_QUEUE_MAX)
+        self._notices: collections.deque[tuple[Message, RecordSpec, bytes]] = collections.deque(maxlen=NOTICES_MAX)
         self.connects_total = 0
         self._thread = threading.Thread(target=_keep_connected, args=(weakref.ref(self),), daemon=True)
         self._thread.name = "infera-kvd-client"
@@ -113,12 +117,13 @@ class KvdClient:
 
     def close(self) -> None:
         """Leave. The caller has released its pins and finished its copies."""
-        self._stopping = True
-        self._wake.set()
         if os.getpid() != self._pid:
             return
+        self._stopping = True
+        self._wake.set()
         self._call(Message.BYE, b"")
-        self._disconnect("")
+        with self._call_lock:
+            self._disconnect("")
 
     # ---- reading ----
 
@@ -142,9 +147,20 @@ class KvdClient:
             records.append(record)
         if not records:
             return None
-        self._touches.append((spec, keys[: len(records) * KEY_BYTES]))
-        self._wake.set()
+        self._notify(Message.TOUCH, spec, keys[: len(records) * KEY_BYTES])
         return PinnedRun(session.arena, records)
+
+    def report_damaged(self, spec: RecordSpec, keys: bytes) -> None:
+        """Have the daemon check records whose bytes were wrong, and drop them, so that the next request
+        does not run into them again. Release their pins first."""
+        step = protocol.VERIFY_BATCH_MAX * KEY_BYTES
+        for start in range(0, len(keys), step):
+            self._notify(Message.VERIFY, spec, keys[start : start + step])
+
+    def _notify(self, message: Message, spec: RecordSpec, keys: bytes) -> None:
+        """Leave something for the background thread to tell the daemon; never waits."""
+        self._notices.append((message, spec, keys))
+        self._wake.set()
 
     # ---- writing ----
 
@@ -157,38 +173,53 @@ class KvdClient:
         session = self.session()
         if session is None or not keys:
             return []
+        arena = session.arena
         head = protocol.RESERVE_HEAD.pack(session.class_ids[spec], shard, 0, 0)
-        wishes = b"".join(protocol.WISH.pack(key, depth, 0) for key, depth in zip(keys, depths_grains, strict=True))
-        answer = self._call(Message.RESERVE, head + wishes)
-        if answer is None:
-            return []
-        return [
-            Grant(reservation, session.arena.data_address + offset, position)
-            for position, (reservation, offset, status, _) in enumerate(protocol.GRANT.iter_unpack(answer))
-            if status == lib.STORE_OK
-        ]
+        wishes = [protocol.WISH.pack(key, depth, 0) for key, depth in zip(keys, depths_grains, strict=True)]
+        grants: list[Grant] = []
+        for start in range(0, len(wishes), protocol.BATCH_MAX):
+            answer = self._call(Message.RESERVE, head + b"".join(wishes[start : start + protocol.BATCH_MAX]), arena)
+            if answer is None:
+                break
+            grants += [
+                Grant(reservation, arena.data_address + offset, position, arena)
+                for position, (reservation, offset, status, _) in enumerate(protocol.GRANT.iter_unpack(answer), start)
+                if status == lib.STORE_OK
+            ]
+        return grants
 
     def commit(self, grants: Sequence[Grant], sums: Sequence[int]) -> int:
-        """Publish shards whose bytes are in place; returns how many were accepted."""
-        if not grants:
-            return 0
-        entries = (protocol.COMMITMENT.pack(g.reservation, s) for g, s in zip(grants, sums, strict=True))
-        answer = self._call(Message.COMMIT, b"".join(entries))
-        if answer is None:
-            return 0
-        return sum(int.from_bytes(answer[i : i + 4], "little") == lib.STORE_OK for i in range(0, len(answer), 4))
+        """Publish shards whose bytes are in place; returns how many were accepted.
+
+        All grants come from one `reserve`; what an earlier daemon granted is not accepted.
+        """
+        entries = [protocol.COMMITMENT.pack(g.reservation, s) for g, s in zip(grants, sums, strict=True)]
+        accepted = 0
+        for start in range(0, len(entries), protocol.BATCH_MAX):
+            batch = b"".join(entries[start : start + protocol.BATCH_MAX])
+            answer = self._call(Message.COMMIT, batch, grants[0].arena)
+            if answer is None:
+                break
+            accepted += sum(status == lib.STORE_OK for (status,) in protocol.STATUS_CODE.iter_unpack(answer))
+        return accepted
 
     def give_up(self, grants: Sequence[Grant]) -> None:
-        """Return reservations unused."""
-        if grants:
-            self._call(Message.GIVE_UP, b"".join(g.reservation.to_bytes(8, "little") for g in grants))
+        """Return reservations unused. All come from one `reserve`."""
+        for start in range(0, len(grants), protocol.BATCH_MAX):
+            batch = grants[start : start + protocol.BATCH_MAX]
+            names = b"".join(grant.reservation.to_bytes(8, "little") for grant in batch)
+            self._call(Message.GIVE_UP, names, grants[0].arena)
 
     # ---- connection ----
 
-    def _call(self, message: Message, payload: bytes) -> bytes | None:
+    def _call(self, message: Message, payload: bytes, arena: Arena | None = None) -> bytes | None:
+        """Ask the daemon; None when it cannot or will not. With `arena`, only the daemon it belongs to is
+        asked: another one's class and reservation numbers mean something else."""
+        if os.getpid() != self._pid:
+            return None
         with self._call_lock:
-            connection = self._connection
-            if connection is None:
+            connection, session = self._connection, self._session
+            if connection is None or session is None or (arena is not None and session.arena is not arena):
                 return None
             try:
                 return connection.call(message, payload)
@@ -209,15 +240,11 @@ class KvdClient:
                 raise
         except (UnavailableError, RefusedError, ArenaError, OSError) as error:
             self._say_once(str(error))
+        except (ProtocolError, KeyError, TypeError, ValueError) as error:
+            self._say_once(f"what infera-kvd at {self._path} says of itself is not understood: {error!r}")
 
     def _begin_session(self, connection: ClientConnection) -> None:
-        facts, descriptors = connection.hello(self._name, self._resume)
-        arena = self._arena
-        if arena is None or arena.instance != facts["instance"]:
-            arena = Arena(facts["instance"], *descriptors)
-        else:
-            for descriptor in descriptors:  # the same arena and ledger as before the socket dropped
-                os.close(descriptor)
+        arena = self._introduce(connection)
         session = Session(arena, {}, {})
         for spec in self._specs:
             request = {
@@ -229,14 +256,31 @@ class KvdClient:
             opened = protocol.decode_json(connection.call(Message.OPEN, protocol.encode_json(request)))
             session.class_ids[spec] = int(opened["class_id"])
             session.shard_offsets[spec] = list(opened["shard_offsets"])
-        self._arena = arena
-        self._resume = {key: facts[key] for key in ("instance", "client", "token")}
         with self._call_lock:
+            if self._stopping:
+                raise UnavailableError("the client was closed while it connected")
             self._connection = connection
             self._session = session
         self._said_unavailable = ""
         self.connects_total += 1
         log.info("connected to infera-kvd at %s (instance %s)", self._path, arena.instance)
+
+    def _introduce(self, connection: ClientConnection) -> Arena:
+        """Say HELLO. A daemon that knows this process from before goes on with the same ledger.
+
+        The identity is kept at once, also when what follows is refused: every HELLO without it would
+        make one more client of this process.
+        """
+        facts, descriptors = connection.hello(self._name, self._resume)
+        identity = {key: facts.get(key) for key in ("instance", "client", "token")}
+        if self._arena is not None and identity == self._resume:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return self._arena
+        self._arena = Arena(str(identity["instance"]), *descriptors)
+        self._resume = identity
+        self._arena.populate_in_background()
+        return self._arena
 
     def _disconnect(self, reason: str) -> None:
         self._session = None
@@ -254,21 +298,21 @@ class KvdClient:
         self._said_unavailable = reason
 
     def _tend(self) -> None:
-        """One round of the background thread: notice a dead daemon, reconnect, pass on touches."""
+        """One round of the background thread: notice a dead daemon, reconnect, pass on notices."""
         connection = self._connection
         if connection is None:
             self._connect()
             return
-        if connection.has_hung_up():
-            with self._call_lock:
+        with self._call_lock:  # else a call could close the socket meanwhile
+            if self._connection is connection and connection.has_hung_up():
                 self._disconnect("infera-kvd went away")
-            return
-        while self._touches:
-            spec, keys = self._touches.popleft()
+                return
+        while self._notices:
+            message, spec, keys = self._notices.popleft()
             session = self._session
             if session is not None:
                 head = protocol.TOUCH_HEAD.pack(session.class_ids[spec])
-                self._call(Message.TOUCH, head + keys[: protocol.BATCH_MAX * KEY_BYTES])
+                self._call(message, head + keys[: protocol.BATCH_MAX * KEY_BYTES], session.arena)
 
 
 def _keep_connected(reference: weakref.ref[KvdClient]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class ClientConnection:
         self._reader = FrameReader()
         self._next_id = 1
         self._received: list[int] = []
+        self._timeout_s = TIMEOUT_S
 
     @classmethod
     def open(cls, path: Path, timeout_s: float = TIMEOUT_S) -> ClientConnection:
@@ -46,7 +48,9 @@ class ClientConnection:
             raise UnavailableError(
                 f"no infera-kvd at {path} ({error.strerror or error}); start one with: infera-kvd serve --socket {path}"
             ) from error
-        return cls(sock, path)
+        connection = cls(sock, path)
+        connection._timeout_s = timeout_s
+        return connection
 
     def hello(self, name: str, resume: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[int]]:
         """Introduce this process as an engine; returns what the daemon says of itself and the
@@ -79,16 +83,19 @@ class ClientConnection:
 
         Raises:
             RefusedError: when the daemon refuses, with its words.
-            UnavailableError: when it is gone or silent for the timeout.
+            UnavailableError: when it is gone, or the whole answer is not there within the timeout.
+            ValueError: when the payload is larger than a frame may be.
         """
         request_id, self._next_id = self._next_id, (self._next_id + 1) % 2**32
         frame = encode(message, Kind.REQUEST, request_id, payload)
+        deadline_s = time.monotonic() + self._timeout_s
         try:
+            self._socket.settimeout(self._timeout_s)
             if descriptors:
                 sent = socket.send_fds(self._socket, [frame], descriptors)
                 frame = frame[sent:]
             self._socket.sendall(frame)
-            answer = self._receive(request_id)
+            answer = self._receive(request_id, deadline_s)
         except (OSError, ProtocolError) as error:
             self.close()
             raise UnavailableError(f"infera-kvd at {self._path} does not answer: {error or 'timed out'}") from error
@@ -96,13 +103,17 @@ class ClientConnection:
             raise RefusedError(answer.payload.decode(errors="replace"))
         return answer.payload
 
-    def _receive(self, request_id: int) -> Frame:
+    def _receive(self, request_id: int, deadline_s: float) -> Frame:
         while True:
             frame = self._reader.next_frame()
             if frame and (frame.request_id == request_id or frame.kind == Kind.ERROR):
                 return frame
             if frame:
                 continue  # an answer to a request that was given up
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            self._socket.settimeout(left_s)
             data, descriptors, _, _ = socket.recv_fds(
                 self._socket, READ_BYTES, DESCRIPTORS_EXPECTED, socket.MSG_CMSG_CLOEXEC
             )

@@ -48,10 +48,14 @@ class InferaMetadata(KVConnectorMetadata):
 
 @dataclass
 class InferaWorkerMetadata(KVConnectorWorkerMetadata):
-    """Which loads are over, and on how many ranks: only then may their pins go."""
+    """Which loads are over, and on how many ranks: only then may their pins go.
+
+    `damaged` names, for a load, the positions whose bytes did not match their checksum.
+    """
 
     loads_done: dict[int, int]
     failed_blocks: int = 0
+    damaged: dict[int, set[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add up what another rank reports of the same step."""
@@ -59,4 +63,7 @@ class InferaWorkerMetadata(KVConnectorWorkerMetadata):
         ranks = dict(self.loads_done)
         for load_id, count in other.loads_done.items():
             ranks[load_id] = ranks.get(load_id, 0) + count
-        return InferaWorkerMetadata(ranks, self.failed_blocks + other.failed_blocks)
+        damaged = dict(self.damaged)
+        for load_id, positions in other.damaged.items():
+            damaged[load_id] = damaged.get(load_id, set()) | positions
+        return InferaWorkerMetadata(ranks, self.failed_blocks + other.failed_blocks, damaged)

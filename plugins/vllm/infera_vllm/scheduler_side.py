@@ -7,8 +7,10 @@ blocks and given back when every rank has reported the load done, whatever becam
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from infera_core.keys import KEY_BYTES
 
 from infera_vllm.metadata import InferaMetadata, InferaWorkerMetadata, LoadOrder, SaveOrder
 from infera_vllm.request_keys import RequestKeys
@@ -33,7 +35,9 @@ class PendingLoad:
     """A load whose pins are held. `ranks_missing` counts down to the last report."""
 
     run: PinnedRun
+    keys: bytes
     ranks_missing: int
+    damaged: set[int] = field(default_factory=set)
 
 
 class SchedulerSide:
@@ -71,11 +75,12 @@ class SchedulerSide:
         start = state.match_start_block
         stop = start + external_tokens // self._block_size
         targets = block_ids[start:stop]
-        run = self._client.pin_run(self._spec, state.keys.blocks(start, stop))
+        keys = state.keys.blocks(start, stop)
+        run = self._client.pin_run(self._spec, keys)
         records = run.records if run else []
         load_id, self._next_load_id = self._next_load_id, self._next_load_id + 1
         if run:
-            self._loads[load_id] = PendingLoad(run, self._ranks)
+            self._loads[load_id] = PendingLoad(run, keys, self._ranks)
         self._pending_orders.append(
             LoadOrder(
                 load_id,
@@ -139,20 +144,26 @@ class SchedulerSide:
         if worker is not None:
             self.failed_blocks_total += worker.failed_blocks
             for load_id, ranks in worker.loads_done.items():
-                self._load_reported(load_id, ranks)
+                self._load_reported(load_id, ranks, worker.damaged.get(load_id, set()))
         if invalid_block_ids:
             # The step's saves were held back, and vLLM computes some blocks again: look at all anew.
             for state in self._states.values():
                 state.next_save_block = 0
 
-    def _load_reported(self, load_id: int, ranks: int) -> None:
+    def _load_reported(self, load_id: int, ranks: int, damaged: set[int]) -> None:
         pending = self._loads.get(load_id)
         if pending is None:
             return
         pending.ranks_missing -= ranks
-        if pending.ranks_missing <= 0:
-            pending.run.release()
-            del self._loads[load_id]
+        pending.damaged |= damaged
+        if pending.ranks_missing > 0:
+            return
+        pending.run.release()
+        del self._loads[load_id]
+        if pending.damaged:
+            positions = sorted(pending.damaged)
+            keys = b"".join(pending.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in positions)
+            self._client.report_damaged(self._spec, keys)
 
     def finished(self, request_id: str) -> None:
         """Forget a request. Its loads in flight keep their pins until reported."""

@@ -27,6 +27,7 @@ class WorkerSide:
         self._copier = copier
         self._failed: set[int] = set()
         self._done: dict[int, int] = {}
+        self._damaged: dict[int, set[int]] = {}
         self._failed_in_step = 0
 
     def load(self, orders: Sequence[LoadOrder]) -> None:
@@ -56,11 +57,14 @@ class WorkerSide:
         if max(addresses) + self._copier.object_bytes > end:
             return set(order.block_ids)
         delivered = self._copier.load(order.block_ids, addresses)
-        return {
-            block_id
-            for block_id, slot, checksum in zip(order.block_ids, order.slots, delivered, strict=True)
-            if checksum != arena.shard_sum(slot, self._shard)
+        damaged = {
+            position
+            for position, checksum in enumerate(delivered)
+            if checksum != arena.shard_sum(order.slots[position], self._shard)
         }
+        if damaged:
+            self._damaged[order.load_id] = damaged
+        return {order.block_ids[position] for position in damaged}
 
     def save(self, orders: Sequence[SaveOrder]) -> None:
         """Copy completed blocks into the arena.
@@ -91,6 +95,6 @@ class WorkerSide:
 
     def report(self) -> InferaWorkerMetadata | None:
         """What the scheduler's half must know of this step, once."""
-        done, failed = self._done, self._failed_in_step
-        self._done, self._failed_in_step = {}, 0
-        return InferaWorkerMetadata(done, failed) if done else None
+        report = InferaWorkerMetadata(self._done, self._failed_in_step, self._damaged)
+        self._done, self._failed_in_step, self._damaged = {}, 0, {}
+        return report if report.loads_done else None

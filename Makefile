@@ -1,0 +1,53 @@
+# `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?=
+export PYTHON
+PY := .venv/bin/python
+PYTEST_ARGS ?=
+
+.PHONY: help setup lint format unit test demo lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make .venv, install Infera in it, build the C core (nothing to do the second time)
+	@deploy/dev/setup.sh
+
+lint: ## ruff, mypy --strict, clang-format, and the repository's test of itself
+	@deploy/dev/setup.sh
+	@echo "lint: ruff"; $(PY) -m ruff check .; $(PY) -m ruff format --check --quiet .
+	@echo "lint: mypy"; $(PY) -m mypy
+	@echo "lint: clang-format"; $(PY:python=clang-format) --dry-run -Werror csrc/*.c csrc/*.h
+	@echo "lint: repository"; $(PY) -m pytest -q tests/unit/test_repository.py
+
+format: setup ## rewrite Python and C sources in the project's format
+	@$(PY) -m ruff check --fix-only --quiet . || true
+	@$(PY) -m ruff format .
+	@$(PY:python=clang-format) -i csrc/*.c csrc/*.h
+
+unit: setup ## the fast tests only
+	@$(PY) -m pytest tests/unit $(PYTEST_ARGS)
+
+test: lint ## set up what is missing, lint, and run every test (installs vLLM for CPU once)
+	@echo "test: the engine's environment"; $(PY) -m infera engine-env install vllm
+	@echo "test: the tiny model"; $(PY) -m infera model prepare tiny
+	@echo "test: unit, integration, end to end, chaos"; $(PY) -m pytest $(PYTEST_ARGS)
+
+demo: setup ## serve a real model with two engines, kvd and the router, and show what the cache saves
+	@$(PY) -m infera demo
+
+lock: setup ## make requirements/dev.lock anew from pyproject.toml (takes ten minutes)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --target build/pip-tools pip-tools
+	@$(PY) deploy/dev/expand.py > build/dev.in
+	@{ echo "# Exact versions of a developer's environment. Made by \`make lock\` from pyproject.toml; do not edit."; \
+	   cd build && PYTHONPATH=pip-tools ../$(PY) -m piptools compile -q --allow-unsafe --generate-hashes --no-emit-index-url \
+	   --no-emit-find-links --no-emit-trusted-host --no-header --no-annotate --strip-extras -o - dev.in; } > build/dev.lock
+	@mv build/dev.lock requirements/dev.lock
+
+clean: ## remove what was built here (.venv, build outputs); the cache folder stays
+	@rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis csrc/infera_core/_native*
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What every worker and tier holds: event decoders in, longest match out."""

@@ -1,0 +1,119 @@
+"""Follows one engine rank's events over ZMQ and keeps its index true.
+
+Only the incarnation's own topic is subscribed to: ZMQ reconnects silently, and a restarted engine on the same
+address must not pass for the old one. Live frames wait in the socket (its high-water mark is the limit) while a
+replay runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Final
+
+import zmq
+import zmq.asyncio
+
+from infera.cachemap.engine_index import EngineIndex
+from infera.cachemap.events import EventFormatError
+from infera.cachemap.sequence import SequenceTracker, Step
+from infera.cachemap.sockets import FRAMES_BEFORE_YIELD, dealer, read_sequence, subscriber
+from infera.cachemap.vllm_events import decode_vllm_batch
+from infera.discovery.record import EventRank
+
+REPLAY_ATTEMPTS_MAX: Final = 3
+REPLAY_SILENCE_S_MAX: Final = 5.0
+REPLAY_S_MAX: Final = 60.0
+END_SEQUENCE: Final = 2**64 - 1
+_log = logging.getLogger(__name__)
+
+
+class EngineFeed:
+    """One subscription. ``run`` goes on until it is cancelled."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, topic: str, rank: EventRank, index: EngineIndex, counters: Counter[str]
+    ) -> None:
+        self._context = context
+        self._topic = topic.encode()
+        self._rank = rank
+        self._index = index
+        self._counters = counters
+        self._tracker = SequenceTracker()
+        self.frames_seen = 0
+
+    async def run(self) -> None:
+        """Join with a replay from the beginning, then follow."""
+        socket = subscriber(self._context, self._rank.pub, self._topic)
+        try:
+            await self._take(self._tracker.join())
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) != 3 or frames[0] != self._topic:
+                    self._counters["other_topic"] += 1  # a subscription also matches longer topics
+                    continue
+                sequence = read_sequence(frames[1])
+                if sequence is None:
+                    self._counters["bad_frame"] += 1
+                    continue
+                await self._take(self._tracker.live(sequence, frames[2]))
+        finally:
+            socket.close(0)
+
+    async def _take(self, step: Step) -> None:
+        self._apply(step)
+        if step.replay_from is not None:
+            await self._replay(step.replay_from)
+        if self.frames_seen % FRAMES_BEFORE_YIELD == 0:
+            await asyncio.sleep(0)
+
+    def _apply(self, step: Step) -> None:
+        if step.resync:
+            self._counters["resync"] += 1
+            _log.warning("cachemap: events of %s were lost for good; its entries are dropped", self._topic.decode())
+            self._index.reset()
+        for payload in step.frames:
+            self.frames_seen += 1
+            try:
+                self._index.apply(decode_vllm_batch(payload))
+            except EventFormatError as error:
+                # Like a lost frame: what it took away is not known.
+                self._counters["bad_frame"] += 1
+                _log.warning("cachemap: unreadable event of %s: %s; its entries are dropped", self._topic, error)
+                self._index.reset()
+
+    async def _replay(self, start: int) -> None:
+        """Ask for what is missing; bounded tries, each with bounded silence. Always ends the tracker's replay."""
+        self._counters["replay"] += 1
+        for _ in range(REPLAY_ATTEMPTS_MAX if self._rank.replay else 0):
+            try:
+                async with asyncio.timeout(REPLAY_S_MAX):
+                    await self._replay_once(max(start, self._tracker.next_sequence))
+                break
+            except TimeoutError:
+                self._counters["replay_timeout"] += 1
+        self._apply(self._tracker.replay_ended())
+
+    async def _replay_once(self, start: int) -> None:
+        socket = dealer(self._context, self._rank.replay or "")
+        try:
+            await socket.send_multipart([b"", start.to_bytes(8, "big")])
+            count = 0
+            while True:
+                async with asyncio.timeout(REPLAY_SILENCE_S_MAX):
+                    frames = await socket.recv_multipart()
+                # The delimiter may be missing, depending on the engine's socket.
+                frames = frames[1:] if frames and frames[0] == b"" else frames
+                sequence = read_sequence(frames[-2]) if len(frames) >= 2 else None
+                if sequence is None or sequence == END_SEQUENCE:
+                    return
+                if len(frames) == 3 and frames[0] != self._topic:
+                    self._counters["other_topic"] += 1
+                    continue
+                self._apply(self._tracker.replayed(sequence, frames[-1]))
+                count += 1
+                if count % FRAMES_BEFORE_YIELD == 0:
+                    await asyncio.sleep(0)
+        finally:
+            socket.close(0)

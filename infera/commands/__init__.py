@@ -1,0 +1,1 @@
+"""Subcommands of `infera`, one module each, imported only when asked for."""

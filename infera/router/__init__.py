@@ -1,0 +1,1 @@
+"""From a rendered request to a placement: load model, predicted cost, policies. No input or output in here."""

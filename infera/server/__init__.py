@@ -1,0 +1,1 @@
+"""The endpoint: `python -m infera.server`. One file per API surface."""

@@ -1,0 +1,232 @@
+"""Chat and text completions: render, pick, send, relay; and again elsewhere while the client has nothing yet."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from infera.prompt.outcome import ContextLengthError, RenderedRequest, Unrenderable
+from infera.prompt.renderer import RequestKind
+from infera.router.decision import Decision, RequestStory
+from infera.router.fleet import FleetWorker
+from infera.router.load import Ticket
+from infera.server.asgi import ClientGoneError, Exchange, Receive, Scope, Send
+from infera.server.attempt import Attempt, AttemptFailedError, AttemptResult
+from infera.server.errors import ApiError, busy, no_worker
+from infera.server.request import GenerationRequest, parse_generation_request
+from infera.server.state import ServerState
+from infera.server.usage import compare
+
+FORCE_HEADER = b"x-infera-worker"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Work:
+    """One request on its way."""
+
+    exchange: Exchange
+    request: GenerationRequest
+    arrived_s: float
+    workers: list[FleetWorker]
+    rendered: RenderedRequest | None
+    is_forced: bool
+    story: RequestStory
+    tried: set[str] = field(default_factory=set)
+
+
+class GenerationRoute:
+    """A hot route, plain ASGI: no framework stands between the engine's bytes and the client's."""
+
+    def __init__(self, state: ServerState, kind: RequestKind, path: str) -> None:
+        self._state = state
+        self._kind: RequestKind = kind
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        started_s = time.monotonic()
+        model = ""
+        try:
+            self._admit(exchange)
+            self._state.active_requests += 1
+            try:
+                request = parse_generation_request(await exchange.read_body(self._state.config.body_bytes_max))
+                model = request.model if request.model in self._state.models_seen else ""
+                async with exchange.until_client_leaves():
+                    await self._serve(exchange, request, started_s)
+            finally:
+                self._state.active_requests -= 1
+        except ApiError as error:
+            self._state.metrics.refused.labels(error.code or error.kind).inc()
+            await exchange.send_error(error)
+        except ClientGoneError:
+            self._state.metrics.client_gone.inc()
+            exchange.status = exchange.status or 499
+        except Exception:
+            _log.exception("server: request %s failed by a fault of ours", exchange.request_id)
+            if exchange.has_started:
+                raise
+            await exchange.send_error(
+                ApiError(
+                    500,
+                    f"internal error; see the server's log for request {exchange.request_id}",
+                    kind="internal_error",
+                )
+            )
+        finally:
+            self._state.metrics.requests.labels(self._kind, model, str(exchange.status)).inc()
+            self._state.metrics.duration.labels(self._kind).observe(time.monotonic() - started_s)
+
+    def _admit(self, exchange: Exchange) -> None:
+        state = self._state
+        if not state.is_authorised(exchange.header(b"authorization")):
+            raise ApiError(
+                401, "missing or wrong API key: send it as Authorization: Bearer KEY", code="invalid_api_key"
+            )
+        if state.active_requests >= state.config.concurrency_max:
+            raise busy(f"{state.config.concurrency_max} requests are under way (--concurrency-max); try again shortly")
+
+    async def _serve(self, exchange: Exchange, request: GenerationRequest, arrived_s: float) -> None:
+        workers, is_forced = self._workers(exchange, request.model)
+        rendered, prompt = await self._render(request, workers)
+        if rendered is not None:
+            longest = max(entry.token_count for entry in rendered.prompts)
+            workers = [worker for worker in workers if (worker.record.max_context_tokens or longest) >= longest]
+        story = RequestStory(request.model, prompt)
+        self._state.decisions.open(exchange.request_id, story)
+        work = _Work(exchange, request, arrived_s, workers, rendered, is_forced, story)
+        tries = 1 if is_forced else self._state.config.tries_max
+        failure: AttemptFailedError | None = None
+        for _ in range(tries):
+            found = await self._try(work)
+            if found is None:
+                return
+            failure = found
+            if not self._left(work):
+                break
+            self._state.metrics.retries.labels(failure.reason).inc()
+        assert failure is not None
+        await self._send_failure(exchange, failure)
+
+    def _workers(self, exchange: Exchange, model: str) -> tuple[list[FleetWorker], bool]:
+        """Who may serve the request, and whether the client insisted on one."""
+        fleet = self._state.fleet
+        forced = exchange.header(FORCE_HEADER)
+        serving = fleet.serving(model)
+        if not fleet.workers or (not serving and model in self._state.models_seen):
+            raise no_worker(f"no worker serves {model!r} at the moment; try again shortly")
+        if not serving:
+            known = ", ".join(sorted(fleet.models())[:20])
+            what = f"the model {model!r} does not exist" if model else "the request names no model"
+            raise ApiError(404, f"{what}; served here: {known}", code="model_not_found", param="model")
+        if forced is None:
+            return serving, False
+        chosen = [worker for worker in serving if worker.record.worker_id == forced]
+        if not chosen:
+            known = ", ".join(sorted(worker.record.worker_id for worker in serving)[:50])
+            raise ApiError(400, f"X-Infera-Worker names {forced!r}, which does not serve {model!r}; there are: {known}")
+        return chosen, True
+
+    async def _render(
+        self, request: GenerationRequest, workers: list[FleetWorker]
+    ) -> tuple[RenderedRequest | None, dict[str, Any]]:
+        """The request's tokens where they are known and wanted, and what to tell about them."""
+        state = self._state
+        if not state.core.policy.reads_prefixes:
+            return None, {"rendered": False, "reason": "not_needed"}
+        limits = [worker.record.max_context_tokens for worker in workers]
+        context_max = None if None in limits else max(limit for limit in limits if limit is not None)
+        model = workers[0].record.model
+        started_s = time.monotonic()
+        try:
+            outcome = await state.renderer.render(model, self._kind, request.fields, context_tokens_max=context_max)
+        except ContextLengthError as error:
+            raise ApiError(400, str(error), code="context_length_exceeded", param=_PARAMS[self._kind]) from error
+        finally:
+            state.metrics.render.observe(time.monotonic() - started_s)
+        if isinstance(outcome, Unrenderable):
+            state.metrics.unrenderable.labels(model, outcome.reason).inc()
+            return None, {"rendered": False, "reason": outcome.reason, "detail": outcome.detail}
+        return outcome, {"rendered": True, "tokens": outcome.token_count, "prompts": len(outcome.prompts)}
+
+    def _left(self, work: _Work) -> list[FleetWorker]:
+        """Workers that were not tried yet and are still there."""
+        fleet = self._state.fleet.workers
+        return [
+            worker
+            for worker in work.workers
+            if worker.record.incarnation in fleet and worker.record.incarnation not in work.tried
+        ]
+
+    async def _try(self, work: _Work) -> AttemptFailedError | None:
+        """One pick and one try; the failure when another may be tried."""
+        state = self._state
+        left = self._left(work)
+        if not left:
+            raise no_worker(f"the last worker of {work.request.model!r} has just left; try again shortly")
+        started_s = time.monotonic()
+        decision, ticket = state.core.pick(
+            state.fleet.options(left, work.rendered),
+            now=started_s,
+            is_streaming=work.request.is_streaming,
+            is_forced=work.is_forced,
+        )
+        state.metrics.pick.observe(time.monotonic() - started_s)
+        chosen = decision.chosen
+        state.metrics.picks.labels(chosen.worker_id, decision.policy).inc()
+        work.tried.add(chosen.worker)
+        work.exchange.worker_id = chosen.worker_id
+        told = work.story.add(decision)
+        told["outcome"] = "cancelled"
+        try:
+            result = await self._attempt(work, decision, ticket)
+        except AttemptFailedError as failure:
+            told["outcome"] = f"failed: {failure.detail}"
+            self._note_failure(decision, failure.reason, failure.detail, is_breakage=failure.is_breakage)
+            state.core.failed(ticket, now=time.monotonic())
+            return failure
+        finally:
+            state.core.done(ticket, now=time.monotonic())
+        told["outcome"] = "served" if result.broken is None else f"broken: {result.broken}"
+        self._note_result(work, decision, result, told)
+        return None
+
+    async def _attempt(self, work: _Work, decision: Decision, ticket: Ticket) -> AttemptResult:
+        state = self._state
+        record = state.fleet.workers[decision.chosen.worker].record
+
+        def first_data() -> None:
+            now_s = time.monotonic()
+            state.core.first_token(ticket, now=now_s)
+            state.metrics.first_token.labels(record.model).observe(now_s - work.arrived_s)
+
+        return await Attempt(state, work.exchange, work.request, record, decision.chosen, first_data).run(self._path)
+
+    def _note_result(self, work: _Work, decision: Decision, result: AttemptResult, told: dict[str, Any]) -> None:
+        if result.broken is not None:
+            self._note_failure(decision, result.broken.reason, str(result.broken), is_breakage=True)
+        if result.usage is not None:
+            told["prompt_tokens"] = result.usage.prompt_tokens
+            told["cached_tokens"] = result.usage.cached_tokens
+            tokens = work.rendered.token_count if work.rendered is not None else None
+            compare(self._state, work.request.model, decision.chosen, tokens, result.usage)
+
+    def _note_failure(self, decision: Decision, reason: str, detail: str, *, is_breakage: bool) -> None:
+        worker_id = decision.chosen.worker_id
+        self._state.metrics.failures.labels(worker_id, reason).inc()
+        _log.warning("server: worker %s failed (%s): %s", worker_id, reason, detail)
+        if is_breakage:
+            self._state.fleet.suspect(decision.chosen.worker, detail)
+
+    async def _send_failure(self, exchange: Exchange, failure: AttemptFailedError) -> None:
+        """Nobody could serve it: the engine's own words where there are any, else ours."""
+        if failure.body is not None:
+            await exchange.send_whole(failure.status, failure.body, [(b"content-type", b"application/json")])
+            return
+        raise ApiError(failure.status, failure.detail, kind="upstream_error", code=failure.reason)
+
+
+_PARAMS: dict[RequestKind, str] = {"chat": "messages", "completions": "prompt"}

@@ -1,0 +1,100 @@
+"""The server's metrics, in a registry of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from infera.cachemap.fleet_cache import FleetCache
+from infera.router.core import RouterCore
+from infera.router.fleet import Fleet
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 5)
+
+
+class ServerMetrics:
+    """Counters of one server. Labels only take values from small sets: models, workers, reasons."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.requests = Counter(
+            "infera_server_requests", "Requests by outcome.", ["endpoint", "model", "status"], registry=r
+        )
+        self.duration = Histogram(
+            "infera_server_request_seconds", "Whole life of a request.", ["endpoint"], buckets=_SECONDS, registry=r
+        )
+        self.first_token = Histogram(
+            "infera_server_time_to_first_token_seconds",
+            "From the request's arrival to its first data.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=r,
+        )
+        self.render = Histogram(
+            "infera_server_render_seconds", "Template, tokens and keys.", buckets=_SHORT_SECONDS, registry=r
+        )
+        self.pick = Histogram(
+            "infera_router_pick_seconds", "Matching and choosing.", buckets=_SHORT_SECONDS, registry=r
+        )
+        self.picks = Counter("infera_router_picks", "Picks by worker.", ["worker", "policy"], registry=r)
+        self.failures = Counter(
+            "infera_server_worker_failures", "Tries that failed, by worker and cause.", ["worker", "reason"], registry=r
+        )
+        self.retries = Counter("infera_server_retries", "Requests sent to another worker.", ["reason"], registry=r)
+        self.unrenderable = Counter(
+            "infera_prompt_unrenderable", "Prompts whose tokens are not known here.", ["model", "reason"], registry=r
+        )
+        self.prompt_tokens = Counter(
+            "infera_prompt_tokens", "Prompt tokens as predicted and as engines report.", ["model", "source"], registry=r
+        )
+        self.cached_tokens = Counter(
+            "infera_cached_tokens", "Cached prompt tokens, predicted and reported.", ["model", "source"], registry=r
+        )
+        self.mismatches = Counter(
+            "infera_prompt_mismatches", "Answers whose prompt_tokens differ from ours.", ["model"], registry=r
+        )
+        self.refused = Counter("infera_server_refused", "Requests refused before any work.", ["reason"], registry=r)
+        self.client_gone = Counter("infera_server_client_gone", "Clients that left early.", registry=r)
+
+    def render_text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class FleetCollector(Collector):
+    """Reads fleet, load and cache map at the moment they are asked for."""
+
+    def __init__(self, fleet: Fleet, core: RouterCore, cache: FleetCache) -> None:
+        self._fleet = fleet
+        self._core = core
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges and counters of the fleet."""
+        workers = GaugeMetricFamily("infera_fleet_workers", "Workers by state.", labels=["state"])
+        states = [worker.state for worker in self._fleet.workers.values()]
+        for state in ("ready", "suspect"):
+            workers.add_metric([state], states.count(state))
+        yield workers
+        active = GaugeMetricFamily("infera_router_active_requests", "Requests under way.", labels=["worker"])
+        for worker in self._fleet.workers.values():
+            record = worker.record
+            ranks = [rank.dp_rank for rank in record.events.ranks] if record.events else [0]
+            count = sum(self._core.loads.of(record.incarnation, rank).active_requests for rank in ranks)
+            active.add_metric([record.worker_id], count)
+        yield active
+        yield GaugeMetricFamily(
+            "infera_cachemap_entries", "Blocks known, over all workers and tiers.", value=self._cache.map.entry_count
+        )
+        events = CounterMetricFamily(
+            "infera_cachemap_events", "Cache events by what became of them.", labels=["source", "outcome"]
+        )
+        for source, counters in (("engine", self._cache.engine_counters), ("kvd", self._cache.kvd_counters)):
+            for outcome, count in sorted(counters.items()):
+                events.add_metric([source, outcome], count)
+        yield events

@@ -1,0 +1,1 @@
+"""Tools around the servers: environments of engines, overlays, models, checks of a host."""

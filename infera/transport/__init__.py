@@ -1,0 +1,1 @@
+"""How requests reach workers. Today over HTTP; NATS will stand beside it."""

@@ -1,0 +1,1 @@
+"""Everything on one host: starts the cache daemon, the server and the engines, watches them, and ends them."""
