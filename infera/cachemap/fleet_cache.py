@@ -51,6 +51,22 @@ class FleetCache:
 
     def add_worker(self, record: WorkerRecord) -> None:
         """Follow a worker's events, and its kvd's."""
+        self._add_ranks(record)
+        if record.kvd is not None:
+            self._add_reader(record.kvd, record.incarnation)
+
+    def change_worker(self, old: WorkerRecord, new: WorkerRecord) -> None:
+        """Follow what changed and keep the rest: a restarted kvd must not cost every engine's entries."""
+        if (old.events, old.block_size_tokens) != (new.events, new.block_size_tokens):
+            self._remove_ranks(old)
+            self._add_ranks(new)
+        if old.kvd != new.kvd:
+            if old.kvd is not None:
+                self._remove_reader(old.kvd, old.incarnation)
+            if new.kvd is not None:
+                self._add_reader(new.kvd, new.incarnation)
+
+    def _add_ranks(self, record: WorkerRecord) -> None:
         if record.events is not None:
             ranks = self._ranks.setdefault(record.incarnation, {})
             for rank in record.events.ranks:
@@ -58,16 +74,17 @@ class FleetCache:
                 index = EngineIndex(self.map, holder, self.engine_counters)
                 feed = EngineFeed(self._zmq(), record.events.topic, rank, index, self.engine_counters)
                 ranks[rank.dp_rank] = _Rank(holder, index, feed, _start(feed.run(), record.worker_id))
-        if record.kvd is not None:
-            self._add_reader(record.kvd, record.incarnation)
 
     def remove_worker(self, record: WorkerRecord) -> None:
         """Forget what the worker held, and its kvd when nobody else reads it."""
+        self._remove_ranks(record)
+        if record.kvd is not None:
+            self._remove_reader(record.kvd, record.incarnation)
+
+    def _remove_ranks(self, record: WorkerRecord) -> None:
         for rank in self._ranks.pop(record.incarnation, {}).values():
             rank.task.cancel()
             self.map.drop_holder(rank.holder)
-        if record.kvd is not None:
-            self._remove_reader(record.kvd, record.incarnation)
 
     def target(self, record: WorkerRecord, dp_rank: int) -> Target | None:
         """Where to look for a worker's blocks; None when it cannot be looked up (no events and no kvd)."""

@@ -46,10 +46,8 @@ class Fleet:
         self.cache.add_worker(record)
 
     def change(self, old: WorkerRecord, new: WorkerRecord) -> None:
-        """A worker's record is another now; where it publishes may have changed, so it is followed anew."""
-        if (old.events, old.kvd) != (new.events, new.kvd):
-            self.cache.remove_worker(old)
-            self.cache.add_worker(new)
+        """A worker's record is another now; where it publishes may have changed."""
+        self.cache.change_worker(old, new)
         self.workers[new.incarnation].record = new
 
     def beat(self, record: WorkerRecord) -> None:

@@ -72,6 +72,8 @@ class Fleet:
         self._ports.reserve_exactly(self.settings.port)
         say(f"logs: {self.settings.run_folder}")
         self._guard = Guard()
+        self._guard.remove_at_end(self.settings.arena_folder)
+        self._guard.remove_at_end(self.settings.runtime_folder)
         self.engine_ports = self._ports.reserve(self.settings.engines)
         (self.kvd_http_port,) = self._ports.reserve(1, first=KVD_HTTP_PORT_FIRST)
         if not self.settings.keeps_arena:
@@ -149,8 +151,6 @@ class Fleet:
             if child is not None:
                 child.stop()
         self._engines, self._server, self._kvd = [], None, None
-        shutil.rmtree(self.settings.arena_folder, ignore_errors=True)
-        shutil.rmtree(self.settings.runtime_folder, ignore_errors=True)
         self._guard.close()
         self._guard = None
         self._ports.close()

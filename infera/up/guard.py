@@ -1,14 +1,16 @@
 """Ends the process groups of a supervisor that died. Started by it, reads its orders from standard input.
 
-Each line is `watch GROUP` or `forget GROUP`. End of input means that the supervisor is gone, by whatever cause: then
-every group still watched is asked to end, and killed after a grace. A child's own parent-death signal reaches only that
-child; engines have children of their own, and those are what this is for. It needs the standard library only.
+Each line is `watch GROUP`, `forget GROUP` or `remove FOLDER`. End of input means that the supervisor is gone, by
+whatever cause: then every group still watched is asked to end, and killed after a grace, and the folders (of shared
+memory and sockets) are removed. A child's own parent-death signal reaches only that child; engines have children of
+their own, and those are what this is for. It needs the standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,7 +19,7 @@ from collections.abc import Callable
 GRACE_S = 10.0
 STRAGGLER_GRACE_S = 2.0
 POLL_S = 0.1
-LINE_LETTERS_MAX = 64
+LINE_LETTERS_MAX = 4096
 
 
 def main() -> int:
@@ -25,13 +27,18 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the end of input ends a guard
     groups: list[int] = []
+    folders: list[str] = []
     for line in iter(lambda: sys.stdin.readline(LINE_LETTERS_MAX), ""):
-        order, _, text = line.strip().partition(" ")
-        if order == "watch":
+        order, _, text = line.rstrip("\n").partition(" ")
+        if order == "remove":
+            folders.append(text)
+        elif order == "watch":
             groups.append(int(text))
         elif int(text) in groups:
             groups.remove(int(text))
     end_groups(groups)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

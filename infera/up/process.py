@@ -59,6 +59,10 @@ class Guard:
         """Takes back `watch` once the group is gone."""
         self._tell(f"forget {group}\n")
 
+    def remove_at_end(self, folder: Path) -> None:
+        """Has a folder removed when all has ended, whether we live until then or not."""
+        self._tell(f"remove {folder}\n")
+
     def close(self) -> None:
         """Ends the guard; groups still watched end with it."""
         pipe = self._pipe()

@@ -48,7 +48,9 @@ def test_engine_killed_leaves_the_fleet(engine_fleet: EngineFleet) -> None:
     assert after.worker == survivor
     assert after.text == before.text
     wait_until(lambda: _workers(engine_fleet) == {survivor}, "the dead engine left the fleet")
-    reply = call(f"{engine_fleet.url}/v1/completions", {"model": "tiny", "prompt": "x"}, headers={"X-Infera-Worker": victim})
+    reply = call(
+        f"{engine_fleet.url}/v1/completions", {"model": "tiny", "prompt": "x"}, headers={"X-Infera-Worker": victim}
+    )
     assert reply.status == 400
     assert survivor in reply.json["error"]["message"]
 

@@ -69,7 +69,9 @@ def up(tmp_path: Path) -> Iterator[Running]:
     running = Running(process, port, log, runtime)
     try:
         wait_until(
-            lambda: "ready: " in log.read_text() or process.poll() is not None, READY_LIMIT_S, lambda: log.read_text()
+            lambda: "ready: http" in log.read_text() or process.poll() is not None,
+            READY_LIMIT_S,
+            lambda: log.read_text(),
         )
         assert process.poll() is None, log.read_text()
         yield running
@@ -102,3 +104,5 @@ def test_nothing_is_left_when_it_is_killed(up: Running) -> None:
         END_LIMIT_S,
         lambda: f"still alive: {[living_members(group) for group in groups]}",
     )
+    arenas = Path("/dev/shm")
+    wait_until(lambda: not list(arenas.glob(f"infera-up-*-{up.port}")), END_LIMIT_S, lambda: "the arena is still there")

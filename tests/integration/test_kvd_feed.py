@@ -151,6 +151,21 @@ async def test_when_kvd_goes_away_its_blocks_go_and_come_back_with_it(kvd: Kvd, 
     assert not cache.problems()
 
 
+async def test_a_worker_that_changes_its_kvd_reads_only_the_new_one(kvd: Kvd, cache: FleetCache) -> None:
+    await kvd.say("stored", *KEYS[:4])
+    old = record(1, kvd=kvd.source())
+    cache.add_worker(old)
+    await until(lambda: hit(cache, old) == 64)
+    ranks = cache._ranks[old.incarnation]
+    new = record(1, kvd=kvd.source("bb"))
+    cache.change_worker(old, new)
+    await until(lambda: not cache.problems())
+    assert hit(cache, new) == 0
+    assert cache._ranks[new.incarnation] is ranks, "the engine's own entries are kept"
+    cache.remove_worker(new)
+    assert cache.map.entry_count == 0
+
+
 async def test_mooncake_1548_announced_removals_are_followed(kvd: Kvd, cache: FleetCache) -> None:
     """Mooncake#1548, LMCache#5076: removals were not announced; here one that is must take effect at once."""
     worker = record(1, events=None, kvd=kvd.source())

@@ -124,7 +124,25 @@ def engine_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFle
 
 def prompt_of(seed: int, words: int) -> str:
     """A prompt that no other seed shares a block with."""
-    vocabulary = ["def", "class", "return", "import", "self", "value", "index", "token", "buffer", "stream", "if", "else", "for", "while", "yield", "list", "map"]
+    vocabulary = [
+        "def",
+        "class",
+        "return",
+        "import",
+        "self",
+        "value",
+        "index",
+        "token",
+        "buffer",
+        "stream",
+        "if",
+        "else",
+        "for",
+        "while",
+        "yield",
+        "list",
+        "map",
+    ]
     state = seed * 2654435761 % 2**32
     chosen = [f"# {seed}"]
     for _ in range(words):

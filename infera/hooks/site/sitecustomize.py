@@ -27,7 +27,8 @@ if any(name.startswith("INFERA_") for name in os.environ):
         install()
     except Exception as error:
         if os.environ.get("INFERA_REQUIRE_NATIVE"):
-            raise
+            # Python itself would report any other exception from here and go on.
+            raise SystemExit(f"infera: INFERA_REQUIRE_NATIVE is set and hooks failed: {error}") from error
         sys.stderr.write(f"infera: hooks are off: {type(error).__name__}: {error}\n")
 
 _pass_on()

@@ -134,3 +134,14 @@ def test_no_orphan_is_left_when_the_supervisor_is_killed(number: signal.Signals,
     supervisor.wait()
     supervisor.stdout.close()
     wait_until(lambda: living_members(group) == [])
+
+
+def test_folders_are_removed_when_all_has_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "shared memory"
+    folder.mkdir()
+    (folder / "arena").write_text("x")
+    guard = Guard()
+    guard.remove_at_end(folder)
+    assert folder.is_dir()
+    guard.close()
+    assert not folder.exists()
