@@ -9,10 +9,10 @@ export PYTHON
 PY := .venv/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: help setup lint format unit test demo lock clean
+.PHONY: help setup lint format unit test demo bench-hook lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## make .venv, install Infera in it, build the C core (nothing to do the second time)
 	@deploy/dev/setup.sh
@@ -39,6 +39,9 @@ test: lint ## set up what is missing, lint, and run every test (installs vLLM fo
 
 demo: setup ## serve a real model with two engines, kvd and the router, and show what the cache saves
 	@$(PY) -m infera demo
+
+bench-hook: setup ## what the hooks cost a Python process that did not ask for them
+	@$(PY) -m infera.tools.bench.hook_cost
 
 lock: setup ## make requirements/dev.lock anew from pyproject.toml (takes ten minutes)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --target build/pip-tools pip-tools

@@ -109,6 +109,7 @@ class Daemon:
         if freed_bytes := self._folder.remove_left_overs():
             log.info("removed %d MiB left by a daemon that was killed", freed_bytes >> 20)
         data_bytes = settings.memory_bytes // 4096 * 4096
+        self._folder.check_room(data_bytes)
         records = settings.records or max(RECORDS_MIN, data_bytes // RECORD_BYTES_EXPECTED)
         if records > RECORDS_MAX:
             raise ArenaFolderError(f"{records} records; an index has at most {RECORDS_MAX}, lower --records")
@@ -437,6 +438,7 @@ class Daemon:
             try:
                 self.store.expire(time.monotonic_ns(), int(INCOMPLETE_MAX_S * 1e9))
                 self._flush_events()
+                self.events.beat()
             except Exception:
                 log.exception("deadlines or events failed; trying again")
 

@@ -3,7 +3,8 @@
 PUB frames: topic `kvd@<instance>`, sequence number (8 bytes, big-endian), msgpack payload
 `{"ts": seconds, "events": [...]}`. An event is `{"type": "stored" | "removed", "tier": "ram",
 "namespace": hex, "model": name, "group": int, "keys": n times 16 bytes}`. A subscriber that sees a
-gap in the sequence asks the snapshot socket. A slow subscriber loses frames, never slows the daemon.
+gap in the sequence asks the snapshot socket. A slow subscriber loses frames, never slows the daemon; a
+frame without events follows within two seconds of the last one, so that a loss at the end is seen too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SEND_QUEUE_FRAMES = 4096
 """Frames kept for one slow subscriber before it starts to lose some."""
 SNAPSHOT_QUEUE_FRAMES = 65536
 KEYS_PER_FRAME_MAX = 4096
+HEARTBEAT_INTERVAL_S = 1.0
 SNAPSHOT_END = (2**64 - 1).to_bytes(8, "big")
 
 log = logging.getLogger("kvd")
@@ -58,6 +60,7 @@ class EventPublisher:
         self.snapshot_endpoint = f"ipc://{snapshot_path}"
         self.sequence = 1  # of the next frame; a snapshot taken before the first is exact at 0
         self.snapshots_total = 0
+        self._last_sent_s = time.monotonic()
         self._topic = f"kvd@{instance}".encode()
         self._names = names
         self._snapshot = snapshot
@@ -90,8 +93,17 @@ class EventPublisher:
         if not events and not some_were_lost:
             return
         for batch in _batches(events) or [[]]:
-            self._publisher.send_multipart([self._topic, self.sequence.to_bytes(8, "big"), self._encode(batch)])
-            self.sequence += 1
+            self._send(batch)
+
+    def beat(self) -> None:
+        """Send an empty frame when nothing was sent for a while. To be called often."""
+        if not self._publisher.closed and time.monotonic() - self._last_sent_s >= HEARTBEAT_INTERVAL_S:
+            self._send([])
+
+    def _send(self, batch: list[StoreEvent]) -> None:
+        self._publisher.send_multipart([self._topic, self.sequence.to_bytes(8, "big"), self._encode(batch)])
+        self.sequence += 1
+        self._last_sent_s = time.monotonic()
 
     def _encode(self, events: list[StoreEvent]) -> bytes:
         encoded = []
@@ -123,7 +135,8 @@ class EventPublisher:
         self.snapshots_total += 1
         # Taking the snapshot publishes what was pending; no event can come in between, because
         # this runs in one go on the daemon's only thread.
-        payloads = [self._encode(batch) for batch in _batches(self._snapshot())]
+        # An empty cache sends a frame too: it says what the snapshot is exact at.
+        payloads = [self._encode(batch) for batch in _batches(self._snapshot()) or [[]]]
         exact_at = (self.sequence - 1).to_bytes(8, "big")
         for payload in payloads:
             await self._router.send_multipart([peer, b"", self._topic, exact_at, payload])

@@ -2,21 +2,22 @@
 
 `install` puts a finder on `sys.meta_path` that waits for an engine package. When one is imported by
 the launching process, its plugin fills in command line and environment, and the agent is started.
-Children inherit INFERA_INCARNATION and are left alone.
+Children inherit INFERA_INCARNATION and are left alone. Every process of the environment imports this
+module, so it imports next to nothing itself.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import json
 import os
-import subprocess
 import sys
-import uuid
-from collections.abc import Sequence
-from types import ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import importlib.abc
+    import subprocess
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 ENGINES = ("vllm", "sglang", "atom")
 INCARNATION = "INFERA_INCARNATION"
@@ -29,22 +30,24 @@ def install() -> None:
         sys.meta_path.insert(0, _EngineFinder())
 
 
-class _EngineFinder(importlib.abc.MetaPathFinder):
+class _EngineFinder:
     """Finds engine packages the ordinary way, and runs the hook right after their import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if fullname not in ENGINES:
             return None
+        import importlib.util
+
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AfterImport(spec.loader, fullname)
+            spec.loader = _AfterImport(spec.loader, fullname)  # type: ignore[assignment]
         return spec
 
 
-class _AfterImport(importlib.abc.Loader):
+class _AfterImport:
     """The package's own loader, then the hook."""
 
     def __init__(self, loader: importlib.abc.Loader, engine: str) -> None:
@@ -54,7 +57,7 @@ class _AfterImport(importlib.abc.Loader):
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)  # resources, source: whatever the real loader offers
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -81,6 +84,8 @@ def launch(engine: str) -> None:
     Raises:
         RuntimeError: when no plugin for the engine is installed.
     """
+    import uuid
+
     import pluggy
 
     from infera.hooks import spec
@@ -122,6 +127,9 @@ def make_runtime_dir() -> str:
 def start_agent(facts: dict[str, object]) -> subprocess.Popen[bytes]:
     """Start the agent, in a session of its own so that a Ctrl-C meant for the engine does not end it
     before it has deregistered."""
+    import json
+    import subprocess
+
     environ = dict(os.environ)
     environ[AGENT_FACTS] = json.dumps(facts | {"launcher_pid": os.getpid()})
     return subprocess.Popen(

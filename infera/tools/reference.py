@@ -21,7 +21,7 @@ TABLES = (
     "infera.up.up",
     "infera.up.demo",
     "infera.server.options",
-    "infera.engine.options",
+    "infera.engine.vllm",
     "kvd.program",
     "infera.commands.engine_env",
     "infera.commands.overlay",

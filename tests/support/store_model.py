@@ -127,6 +127,8 @@ class StoreModel:
         lib.arena_view_close(self._looker)
         ffi.release(self._looker_index)
         self.store.close()
+        self._index.close()
+        self.data.close()
         for descriptor in self._files:
             os.close(descriptor)
 
