@@ -70,7 +70,7 @@ class Agent:
         self.leases = [Lease(ServerEndpoint(url, facts.join_token)) for url in facts.servers]
         self._parent = os.pidfd_open(facts.launcher_pid)
         self._record: WorkerRecord | None = None
-        self._kvd_seen: KvdSource | None = None
+        self._said_undescribed = ""
 
     def is_parent_gone(self, timeout_s: float) -> bool:
         """Sleep at most `timeout_s`; True as soon as the engine's launching process has ended."""
@@ -104,7 +104,9 @@ class Agent:
         try:
             record = self._current_record()
         except EndpointError as error:
-            log.warning("engine %s is up but does not describe itself yet: %s", self.facts.url, error)
+            if self._said_undescribed != str(error):
+                log.warning("engine %s is not registered: %s", self.facts.url, error)
+                self._said_undescribed = str(error)
             return
         for lease in due:
             self._heartbeat(lease, record, now_s)
@@ -164,7 +166,7 @@ class Agent:
         facts = self.facts
         if facts.event_topic is None:
             return None
-        ranks = self.engine.event_ranks()
+        ranks = self.engine.event_ranks(facts.event_topic)
         if not ranks and facts.event_endpoint:
             ranks = (EventRank(dp_rank=0, pub=facts.event_endpoint, replay=facts.replay_endpoint),)
         return EventSource(topic=facts.event_topic, ranks=ranks) if ranks else None

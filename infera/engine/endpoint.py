@@ -20,6 +20,10 @@ class EndpointError(Exception):
     """The other side did not answer, or not as expected; the text says what."""
 
 
+class ForeignEngineError(EndpointError):
+    """What answers is not the engine this agent stands beside."""
+
+
 @dataclass(frozen=True)
 class EngineDescription:
     """What an engine says of itself."""
@@ -117,15 +121,27 @@ class EngineEndpoint:
         sizes = [int(value) if value.isdecimal() else None for value in values]
         return sizes[0], sizes[1]
 
-    def event_ranks(self) -> tuple[EventRank, ...]:
-        """Where each data-parallel rank publishes, as the engine resolved it; empty when it does not say."""
+    def event_ranks(self, topic: str) -> tuple[EventRank, ...]:
+        """Where each data-parallel rank publishes, as the engine resolved it; empty when it does not say.
+
+        Raises:
+            EndpointError: when what answers publishes under another topic. Two servers can share a
+                port unseen (SO_REUSEPORT), and this one is not ours.
+        """
         try:
             sources = get_json(self.url, "/kv_event_sources")
+            topics = {str(source.get("topic")) for source in sources.values()}
+            if topics and topic not in topics:
+                raise ForeignEngineError(
+                    f"another engine answers at {self.url}; give each its own --port, then restart this one"
+                )
             return tuple(
                 EventRank(dp_rank=int(rank), pub=str(source["endpoint"]), replay=source.get("replay_endpoint"))
                 for rank, source in sources.items()
                 if source.get("enable_kv_cache_events")
             )
+        except ForeignEngineError:
+            raise
         except (EndpointError, KeyError, TypeError, ValueError, AttributeError):
             return ()
 

@@ -30,7 +30,7 @@ PAGES = {
         "data": [{"id": "m", "root": "/nowhere", "max_model_len": 512}, {"id": "a"}, {"id": "l", "parent": "m"}]
     },
     "/kv_event_sources": {
-        "0": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/x.pub", "replay_endpoint": None}
+        "0": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/x.pub", "replay_endpoint": None, "topic": "kv@x"}
     },
 }
 METRICS = 'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="100"} 1.0\n'
@@ -153,6 +153,16 @@ def test_every_server_is_told(fleet: Cluster, surface: Surface, launcher: subpro
     fleet.start_server()
     agents(launcher, surface, ["http://127.0.0.1:1", fleet.url])
     wait_until(lambda: surface.url in fleet.known_urls(), "the engine joined the server that is up")
+
+
+def test_another_engine_on_the_same_port_is_not_registered_as_ours(
+    fleet: Cluster, surface: Surface, launcher: subprocess.Popen[bytes], agents: Any, tmp_path: Path
+) -> None:
+    """Two servers may listen on one port unseen (SO_REUSEPORT): the topic tells whose engine answers."""
+    fleet.start_server()
+    agents(launcher, surface, [fleet.url], event_topic="kv@mine")
+    wait_until(lambda: "another engine answers" in (tmp_path / "agent.log").read_text(), "the mix-up is said")
+    assert fleet.known_urls() == []
 
 
 def test_wrong_join_token_is_refused_in_words(

@@ -1,0 +1,353 @@
+"""The real daemon with real client processes: what is shared, what is freed, and what survives whom."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvd.client.client import RecordSpec
+from tests.support.kvd_daemon import DaemonProcess
+from tests.support.kvd_user import SPEC, KvdUser, Loaded, UserProcess, key_of
+from tests.support.processes import ROOT, call, free_port, wait_until
+
+pytestmark = pytest.mark.integration
+MakeUser = Callable[[], UserProcess]
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    made = DaemonProcess()
+    try:
+        yield made.start()
+    finally:
+        made.clean_up()
+
+
+@pytest.fixture
+def new_user(daemon: DaemonProcess) -> Iterator[MakeUser]:
+    users: list[UserProcess] = []
+
+    def make() -> UserProcess:
+        users.append(UserProcess(daemon.socket))
+        return users[-1]
+
+    yield make
+    for user in users:
+        user.kill()
+
+
+@pytest.fixture
+def here(daemon: DaemonProcess) -> Iterator[KvdUser]:
+    """A client in this process."""
+    user = KvdUser(daemon.socket)
+    yield user
+    user.client.close()
+
+
+# ---- sharing ----
+
+
+def test_what_one_process_saves_another_loads(daemon: DaemonProcess, new_user: MakeUser) -> None:
+    first, second = new_user(), new_user()
+    assert first.do("save", *range(100)) == 100
+    assert second.do("probe", *range(120)) == 100
+    assert second.do("load", *range(100)) == {"found": 100, "damaged": 0, "wrong": 0}
+    assert second.do("pins_held") == 0
+    first.kill()
+    assert second.do("load", *range(100)) == {"found": 100, "damaged": 0, "wrong": 0}
+    third = new_user()
+    assert third.do("load", *range(100)) == {"found": 100, "damaged": 0, "wrong": 0}
+    assert daemon.status(audit=True)["audit"] is None
+
+
+def test_two_processes_saving_the_same_keys_cost_one_copy(daemon: DaemonProcess, new_user: MakeUser) -> None:
+    users = [new_user(), new_user(), new_user()]
+    for user in users:
+        user.begin("save", *range(300))
+    assert sum(user.result() for user in users) == 300
+    metrics = daemon.metrics()
+    assert (metrics["stored_total"], metrics["records_present"], metrics["records_incomplete"]) == (300, 300, 0)
+    assert metrics["used_bytes"] == 300 * 40960
+    assert users[0].do("load", *range(300)) == {"found": 300, "damaged": 0, "wrong": 0}
+
+
+def test_more_than_fits_evicts_and_stays_right(daemon: DaemonProcess, here: KvdUser) -> None:
+    keys = [key_of(i) for i in range(4000)]
+    assert here.save(keys) == 4000
+    metrics = daemon.metrics()
+    assert metrics["evicted_total"] > 2000
+    assert metrics["records_present"] + metrics["evicted_total"] == 4000
+    assert here.load(keys[-500:]) == Loaded(found=500)
+    assert here.probe(keys[:1]) == 0
+
+
+def test_a_batch_larger_than_a_frame_is_cut(daemon: DaemonProcess, here: KvdUser) -> None:
+    keys = [key_of(i) for i in range(40_000)]
+    grants = here.client.reserve(SPEC, 0, keys, [1] * len(keys))
+    assert 1000 < len(grants) < 2000  # what the memory holds; the rest finds no space
+    here.client.give_up(grants)
+    metrics = daemon.metrics()
+    assert (metrics["reservations"], metrics["used_bytes"]) == (0, 0)
+
+
+# ---- the ends of clients ----
+
+
+def test_a_killed_client_frees_pins_and_reservations(daemon: DaemonProcess, new_user: MakeUser) -> None:
+    """LMCache#1034, #3381: pins that nobody gives back."""
+    doomed, other = new_user(), new_user()
+    other.do("save", *range(20))
+    assert doomed.do("pin", *range(20)) == 20
+    assert doomed.do("reserve", *range(100, 110)) == 10
+    assert daemon.drop(SPEC.namespace) == 0
+    assert other.do("reserve", *range(100, 110)) == 0
+    doomed.kill()
+    wait_until(lambda: daemon.metrics()["clients"] == 1, "the dead client is gone")
+    assert daemon.metrics()["reservations"] == 0
+    assert daemon.drop(SPEC.namespace) == 20
+    assert other.do("save", *range(100, 110)) == 10
+    assert daemon.status(audit=True)["audit"] is None
+    assert len(list(daemon.arena.glob("*.ledger"))) == 1
+
+
+def test_a_dropped_socket_is_not_the_end_of_a_pin(daemon: DaemonProcess, here: KvdUser) -> None:
+    here.save([key_of(i) for i in range(5)])
+    assert here.pin([key_of(i) for i in range(5)]) == 5
+    assert here.reserve([key_of(50)]) == 1
+    (before,) = daemon.status()["clients"]
+    connects = here.client.connects_total
+    assert here.client._connection is not None
+    here.client._connection._socket.shutdown(2)
+    assert daemon.drop(SPEC.namespace) == 0
+    wait_until(lambda: here.client.connects_total > connects and here.client.session(), "it connected again")
+    assert daemon.status()["clients"] == [before]
+    assert here.pins_held() == 5
+    assert daemon.drop(SPEC.namespace) == 0
+    here.release()
+    assert daemon.drop(SPEC.namespace) == 5
+    assert here.client.commit(here.grants, here.copy(here.grants, [key_of(50)])) == 1
+
+
+def test_a_client_that_leaves_is_forgotten_at_once(daemon: DaemonProcess, new_user: MakeUser) -> None:
+    user = new_user()
+    user.do("reserve", 1, 2, 3)
+    user.do("close")
+    wait_until(lambda: daemon.metrics()["clients"] == 0, "the client is gone")
+    assert daemon.metrics()["reservations"] == 0
+    assert user.do("probe", 1) == 0
+
+
+def test_a_forked_child_is_not_a_client(daemon: DaemonProcess, new_user: MakeUser) -> None:
+    parent = new_user()
+    parent.do("save", *range(5))
+    assert parent.do("pin", *range(5)) == 5
+    assert parent.do("reserve", 77) == 1
+    assert parent.do("fork", *range(5)) == [True, 0, 0, 0, 0]
+    assert parent.do("pins_held") == 5
+    assert daemon.metrics()["clients"] == 1
+    assert daemon.drop(SPEC.namespace) == 0
+    assert parent.do("finish_copy", 77) == 1
+    assert daemon.metrics()["malformed_frames_total"] == 0
+
+
+# ---- the daemon's ends ----
+
+
+def test_sigterm_removes_files_and_sockets(daemon: DaemonProcess, here: KvdUser) -> None:
+    here.save([key_of(1)])
+    assert here.pin([key_of(1)]) == 1
+    assert daemon.stop() == 0
+    assert [path.name for path in daemon.arena.iterdir()] == ["lock"]
+    assert [path.name for path in daemon.runtime.iterdir()] == ["log"]
+    assert "Traceback" not in daemon.log_text()
+    wait_until(lambda: here.client.session() is None, "the client noticed")
+    assert here.reserve([key_of(2)]) == 0
+    assert here.probe([key_of(1)]) == 0
+    here.release()
+
+
+def test_a_killed_daemon_is_a_miss_and_its_successor_is_found(daemon: DaemonProcess, new_user: MakeUser) -> None:
+    users = [new_user(), new_user()]
+    for life in range(3):
+        assert sum(user.do("save", *range(50)) for user in users) == 50
+        for user in users:
+            assert user.do("load", *range(50)) == {"found": 50, "damaged": 0, "wrong": 0}
+        daemon.kill()
+        for user in users:
+            loaded = user.do("load", *range(50))
+            assert loaded["wrong"] == loaded["damaged"] == 0
+            assert user.do("save", *range(60)) == 0
+        daemon.start()
+        for user in users:
+            wait_until(lambda user=user: user.do("is_connected"), f"connected to daemon {life + 2}")
+            assert user.do("probe", *range(50)) == 0  # a new life begins empty
+    assert daemon.metrics()["clients"] == 2
+    assert len(list(daemon.arena.glob("*.data"))) == 1
+
+
+def test_a_copy_that_outlives_the_daemon_harms_nobody(daemon: DaemonProcess, new_user: MakeUser) -> None:
+    """Space granted by a daemon that is gone stays mapped, and is not committed to its successor."""
+    user, other = new_user(), new_user()
+    assert user.do("reserve", *range(20)) == 20
+    daemon.kill()
+    daemon.start()
+    for client in (user, other):
+        wait_until(lambda client=client: client.do("is_connected"), "connected to the new daemon")
+    assert other.do("reserve", *range(20)) == 20  # the same numbers as the old grants
+    assert user.do("finish_copy", *range(20)) == 0
+    assert other.do("finish_copy", *range(20)) == 20
+    assert user.do("load", *range(20)) == {"found": 20, "damaged": 0, "wrong": 0}
+    assert daemon.metrics()["commit_stale_total"] == 0
+
+
+def test_a_frozen_daemon_holds_nobody_up(daemon: DaemonProcess, here: KvdUser, new_user: MakeUser) -> None:
+    """vllm#45387: waiting without end. A call comes back, and the client is one client afterwards."""
+    here.save([key_of(i) for i in range(10)])
+    daemon.send(signal.SIGSTOP)
+    try:
+        assert here.load([key_of(i) for i in range(10)]) == Loaded(found=10)  # needs no daemon
+        assert here.reserve([key_of(99)]) == 0  # comes back without an answer
+        assert here.client.session() is None
+        assert here.save([key_of(98)]) == 0
+        wait_until(lambda: "does not answer" in here.client._said_unavailable, "several tries failed")
+    finally:
+        daemon.send(signal.SIGCONT)
+    wait_until(lambda: here.client.session() is not None, "connected again")
+    assert here.load([key_of(i) for i in range(10)]) == Loaded(found=10)
+    wait_until(lambda: daemon.metrics()["connections"] == 2, "abandoned connections are gone")
+    assert daemon.metrics()["clients"] == 1
+    assert new_user().do("load", *range(10)) == {"found": 10, "damaged": 0, "wrong": 0}
+
+
+def test_a_client_without_a_daemon_finds_it_later(daemon: DaemonProcess) -> None:
+    daemon.stop()
+    user = KvdUser(daemon.socket)
+    assert user.client.session() is None
+    assert user.save([key_of(1)]) == 0
+    daemon.start()
+    wait_until(lambda: user.client.session() is not None, "connected")
+    assert user.save([key_of(1)]) == 1
+    user.client.close()
+
+
+def test_a_class_that_is_refused_does_not_use_up_clients(daemon: DaemonProcess) -> None:
+    """Every try says HELLO; all of them are one client."""
+    user = KvdUser(daemon.socket, RecordSpec(b"too-large-record", 0, (1 << 30,), "m"))
+    wait_until(lambda: daemon.log_text().count("client joined") >= 1, "it was admitted")
+    for _ in range(3):
+        user.client._connect()
+    assert daemon.metrics()["clients"] == 1
+    assert "does not fit the arena" in user.client._said_unavailable
+    assert user.save([key_of(1)]) == 0
+    user.client.close()
+
+
+# ---- damage ----
+
+
+def test_flipped_bytes_are_found_when_loaded_and_the_record_goes(daemon: DaemonProcess, here: KvdUser) -> None:
+    """vllm#54363: right length, wrong bytes must not pass."""
+    keys = [key_of(i) for i in range(10)]
+    here.save(keys)
+    run = here.client.pin_run(SPEC, b"".join(keys))
+    assert run is not None
+    (data,) = daemon.arena.glob("*.data")
+    with data.open("r+b") as file:
+        for position in (2, 7):
+            file.seek(run.records[position].offset_bytes + 39_999)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+    run.release()
+    assert here.load(keys) == Loaded(found=10, damaged=2)
+    wait_until(lambda: daemon.metrics()["damaged_total"] == 2, "the damaged records were dropped")
+    assert here.probe(keys) == 2
+    assert here.save(keys) == 2
+    assert here.load(keys) == Loaded(found=10)
+    assert daemon.status(audit=True)["audit"] is None
+
+
+def test_a_client_cannot_get_at_the_index_for_writing(daemon: DaemonProcess, here: KvdUser) -> None:
+    import mmap
+    import os
+
+    from kvd.client.connection import ClientConnection
+
+    connection = ClientConnection.open(daemon.socket, timeout_s=10)
+    _, descriptors = connection.hello("curious")
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptors[0], 0)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    connection.close()
+
+
+# ---- pages and commands ----
+
+
+def test_pages() -> None:
+    port = free_port()
+    daemon = DaemonProcess("--http-port", str(port))
+    try:
+        daemon.start()
+        user = KvdUser(daemon.socket)
+        user.save([key_of(i) for i in range(7)])
+        for page in ("health", "ready"):
+            assert call(f"http://127.0.0.1:{port}/{page}").json["instance"] == daemon.status()["instance"]
+        text = call(f"http://127.0.0.1:{port}/metrics").body.decode()
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        assert families["infera_kvd_records_present"].samples[0].value == 7
+        assert families["infera_kvd_stored"].type == "counter"
+        assert len(families) > 20
+        assert call(f"http://127.0.0.1:{port}/other").status == 404
+        assert call(f"http://127.0.0.1:{port}/health", body={}).status == 405
+        user.client.close()
+    finally:
+        daemon.clean_up()
+
+
+def run_command(daemon: DaemonProcess, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvd", *words, "--socket", str(daemon.socket)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+
+
+def test_status_and_drop_commands(daemon: DaemonProcess, here: KvdUser) -> None:
+    here.save([key_of(i) for i in range(3)])
+    shown = run_command(daemon, "status")
+    assert shown.returncode == 0
+    assert re.search(r"records +3 present", shown.stdout)
+    assert f"namespace {SPEC.namespace.hex()} group 0 model test-model" in shown.stdout
+    machine = run_command(daemon, "status", "--json")
+    assert '"records_present": 3' in machine.stdout
+    assert len(machine.stdout.splitlines()) == 1
+    wrong = run_command(daemon, "drop", "ab" * 16)
+    assert wrong.returncode == 1
+    assert SPEC.namespace.hex() in wrong.stderr
+    assert run_command(daemon, "drop", SPEC.namespace.hex()).stdout == "dropped 3 records\n"
+    assert here.probe([key_of(0)]) == 0
+
+
+def test_a_second_daemon_is_refused_in_words(daemon: DaemonProcess, here: KvdUser, tmp_path: Path) -> None:
+    here.save([key_of(1)])
+    same_folder = [*daemon.command(), "--memory", "1M", "--http-port", "0"]
+    same_folder[same_folder.index("--socket") + 1] = str(tmp_path / "other.sock")
+    same_socket = [*daemon.command(), "--memory", "1M", "--http-port", "0"]
+    same_socket[same_socket.index("--path") + 1] = str(tmp_path / "arena")
+    assert daemon.popen is not None
+    for command, says in (
+        (same_folder, rf"another infera-kvd \(pid {daemon.popen.pid}\) owns .*--path"),
+        (same_socket, r"another infera-kvd listens on .*--socket"),
+    ):
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+        assert ended.returncode == 1
+        assert re.search(says, ended.stderr)
+        assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert here.load([key_of(1)]) == Loaded(found=1)
