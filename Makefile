@@ -9,7 +9,7 @@ export PYTHON
 PY := .venv/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: help setup lint format unit test demo bench-hook lock clean
+.PHONY: help setup lint format unit test demo bench-hook sanitize lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ demo: setup ## serve a real model with two engines, kvd and the router, and show
 
 bench-hook: setup ## what the hooks cost a Python process that did not ask for them
 	@$(PY) -m infera.tools.bench.hook_cost
+
+sanitize: ## the C core's self-test under ASan, UBSan and TSan, SECONDS (10) each
+	@csrc/tests/sanitize.sh build/sanitize $(or $(SECONDS),10) $(or $(SEED),$(shell date +%s))
 
 lock: setup ## make requirements/dev.lock anew from pyproject.toml (takes ten minutes)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --target build/pip-tools pip-tools

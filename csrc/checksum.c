@@ -26,7 +26,9 @@
 #define STREAMING_OBJECT_BYTES (256 * 1024) /* larger objects would only wash out the cache */
 
 static uint32_t crc_table[8][256];
+#if HAVE_CRC_INSTRUCTION
 static int use_instruction;
+#endif
 
 __attribute__((constructor)) static void prepare_tables(void) {
     for (uint32_t i = 0; i < 256; i++) {

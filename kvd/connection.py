@@ -20,7 +20,7 @@ class Connection:
     """Reads frames off a non-blocking unix socket and hands them to `on_frame`.
 
     `on_frame(connection, frame)` runs on the event loop and answers through `send`. `on_closed` is
-    called exactly once. Descriptors that arrive are kept in `received` until somebody takes them.
+    called exactly once. Descriptors that arrive are kept in `received` while their frame is handled.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class Connection:
             self._on_malformed(self, error)
             self.send(encode(0, Kind.ERROR, 0, str(error).encode()))
             self.close()
+        if not self._reader.is_within_frame:
+            self._close_received()  # nobody will take them now; one may be this very connection's other end
 
     @property
     def is_sending(self) -> bool:
@@ -109,7 +111,10 @@ class Connection:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
+        self._close_received()
+        self._on_closed(self)
+
+    def _close_received(self) -> None:
         for descriptor in self.received:
             os.close(descriptor)
         self.received.clear()
-        self._on_closed(self)

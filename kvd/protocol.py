@@ -99,6 +99,11 @@ class FrameReader:
         """Take in what was received."""
         self._buffer += data
 
+    @property
+    def is_within_frame(self) -> bool:
+        """Whether a part of a frame is here and the rest is not."""
+        return bool(self._buffer)
+
     def next_frame(self) -> Frame | None:
         """Return the next whole frame, or None until more arrives.
 

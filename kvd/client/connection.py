@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -91,10 +92,11 @@ class ClientConnection:
         deadline_s = time.monotonic() + self._timeout_s
         try:
             self._socket.settimeout(self._timeout_s)
-            if descriptors:
-                sent = socket.send_fds(self._socket, [frame], descriptors)
-                frame = frame[sent:]
-            self._socket.sendall(frame)
+            with contextlib.suppress(BrokenPipeError):  # who was shown out finds the reason in what was received
+                if descriptors:
+                    sent = socket.send_fds(self._socket, [frame], descriptors)
+                    frame = frame[sent:]
+                self._socket.sendall(frame)
             answer = self._receive(request_id, deadline_s)
         except (OSError, ProtocolError) as error:
             self.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvd.client.client import RecordSpec
+from kvd.client.client import KvdClient, RecordSpec
 from tests.support.kvd_daemon import DaemonProcess
 from tests.support.kvd_user import SPEC, KvdUser, Loaded, UserProcess, key_of
 from tests.support.processes import ROOT, call, free_port, wait_until
@@ -199,7 +199,7 @@ def test_a_copy_that_outlives_the_daemon_harms_nobody(daemon: DaemonProcess, new
     daemon.kill()
     daemon.start()
     for client in (user, other):
-        wait_until(lambda client=client: client.do("is_connected"), "connected to the new daemon")
+        wait_until(lambda client=client: client.do("connects") == 2, "connected to the new daemon")
     assert other.do("reserve", *range(20)) == 20  # the same numbers as the old grants
     assert user.do("finish_copy", *range(20)) == 0
     assert other.do("finish_copy", *range(20)) == 20
@@ -239,14 +239,15 @@ def test_a_client_without_a_daemon_finds_it_later(daemon: DaemonProcess) -> None
 
 def test_a_class_that_is_refused_does_not_use_up_clients(daemon: DaemonProcess) -> None:
     """Every try says HELLO; all of them are one client."""
-    user = KvdUser(daemon.socket, RecordSpec(b"too-large-record", 0, (1 << 30,), "m"))
-    wait_until(lambda: daemon.log_text().count("client joined") >= 1, "it was admitted")
+    spec = RecordSpec(b"too-large-record", 0, (1 << 30,), "m")
+    client = KvdClient(daemon.socket, "misfit", [spec])
+    client.start()
     for _ in range(3):
-        user.client._connect()
+        client._connect()
     assert daemon.metrics()["clients"] == 1
-    assert "does not fit the arena" in user.client._said_unavailable
-    assert user.save([key_of(1)]) == 0
-    user.client.close()
+    assert "does not fit the arena" in client._said_unavailable
+    assert client.reserve(spec, 0, [key_of(1)], [1]) == []
+    client.close()
 
 
 # ---- damage ----
