@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,13 @@ import pytest
 
 from infera.prompt.outcome import RenderedRequest
 from infera.prompt.renderer import PromptRenderer
+from infera.tools.engine_env import ensure_vllm
+from infera.tools.models import prepare_smollm2, prepare_tiny
 from tests.support import chat_templates
 from tests.support.models import make_model_folder
 
 pytestmark = pytest.mark.e2e
 
-# Read at import: a fixture takes our variables away from every test.
-ENGINE_PYTHON = os.environ.get("INFERA_TEST_ENGINE_PYTHON", "")
-MODEL_FOLDERS = [Path(text) for text in os.environ.get("INFERA_TEST_MODEL_FOLDERS", "").split(":") if text]
 SCRIPT = Path(__file__).parent.parent / "support" / "render_with_engine.py"
 
 _TOOL = {
@@ -66,7 +65,8 @@ def _with_parts(request: dict[str, Any]) -> dict[str, Any]:
 def _engine_ids(folder: Path, *, wants_parts: bool) -> list[Any]:
     requests = [_with_parts(request) for request in REQUESTS] if wants_parts else REQUESTS
     task = json.dumps({"folder": str(folder), "requests": requests})
-    done = subprocess.run([ENGINE_PYTHON, str(SCRIPT)], input=task, capture_output=True, text=True, timeout=110)
+    python = str(ensure_vllm().python)
+    done = subprocess.run([python, str(SCRIPT)], input=task, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: list[Any] = json.loads(done.stdout)
     return answer
@@ -88,7 +88,6 @@ async def _compare(folder: Path, *, wants_parts: bool = False) -> None:
         renderer.close()
 
 
-@pytest.mark.skipif(not ENGINE_PYTHON, reason="INFERA_TEST_ENGINE_PYTHON names no engine's Python")
 @pytest.mark.parametrize("style", sorted(chat_templates.ALL))
 async def test_parity_with_handmade_templates(style: str, tmp_path: Path) -> None:
     folder = make_model_folder(
@@ -97,7 +96,6 @@ async def test_parity_with_handmade_templates(style: str, tmp_path: Path) -> Non
     await _compare(folder, wants_parts=style == "parts")
 
 
-@pytest.mark.skipif(not ENGINE_PYTHON, reason="INFERA_TEST_ENGINE_PYTHON names no engine's Python")
-@pytest.mark.parametrize("folder", MODEL_FOLDERS, ids=lambda folder: folder.name)
-async def test_parity_with_prepared_models(folder: Path) -> None:
-    await _compare(folder)
+@pytest.mark.parametrize("prepare", [prepare_tiny, prepare_smollm2])
+async def test_parity_with_prepared_models(prepare: Callable[[], Path]) -> None:
+    await _compare(prepare())
