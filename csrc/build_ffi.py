@@ -13,7 +13,17 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-HEADERS = ["content_key.h", "checksum.h", "arena.h", "store.h", "memory.h"]
+HEADERS = [
+    "content_key.h",
+    "checksum.h",
+    "arena.h",
+    "store.h",
+    "store_policy.h",
+    "store_list.h",
+    "memory.h",
+    "ring.h",
+    "loop.h",
+]
 SOURCES = [
     "blake3.c",
     "content_key.c",
@@ -21,10 +31,18 @@ SOURCES = [
     "arena.c",
     "extents.c",
     "store.c",
+    "store_class.c",
     "store_index.c",
     "store_evict.c",
+    "store_policy.c",
     "store_reserve.c",
+    "store_list.c",
+    "store_adopt.c",
     "memory.c",
+    "ring.c",
+    "loop.c",
+    "loop_frames.c",
+    "loop_ring.c",
 ]
 COMPILE_ARGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror=implicit-function-declaration"]
 

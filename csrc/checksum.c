@@ -1,15 +1,15 @@
 /* Object checksums.
  *
- * An object's bytes are cut into leaves of 4 KiB.  With c[i] the CRC32C of leaf i (the last one may
- * be short), the checksum is
+ * An object's bytes are cut into leaves of 16 KiB.  With c[i] the CRC32C of leaf i (the last one
+ * may be short), the checksum is
  *
  *     sum over i of mix(i << 32 | c[i])  +  mix(~length)      (mod 2^64)
  *
  * where mix is the finaliser of splitmix64.  Leaves are independent and the sum commutes, so
  * threads or GPU kernels can each do some leaves and add up.  On a CPU the crc32 instruction has a
- * latency of three cycles and a throughput of one: four leaves are walked side by side, which hides
- * it, and each word is stored from the register that was summed.  What reaches the target is
- * therefore exactly what was verified, even if the source changes underneath.
+ * latency of three cycles and a throughput of one: two leaves are walked side by side, which hides
+ * enough of it, and each word is stored from the register that was summed.  What reaches the target
+ * is therefore exactly what was verified, even if the source changes underneath.
  */
 #include "checksum.h"
 
@@ -23,6 +23,7 @@
 #define HAVE_CRC_INSTRUCTION 0
 #endif
 
+#define STEP_BYTES             64           /* a cache line */
 #define STREAMING_OBJECT_BYTES (256 * 1024) /* larger objects would only wash out the cache */
 
 static uint32_t crc_table[8][256];
@@ -92,61 +93,100 @@ static void add_leaf(checksum_state *state, uint64_t leaf, uint32_t crc) {
 }
 
 #if HAVE_CRC_INSTRUCTION
-/* Copies `lanes` whole leaves side by side; `lanes` and `streaming` are constants at each call. */
-CRC_TARGET static inline __attribute__((always_inline)) void
-copy_leaves(uint8_t *target, const uint8_t *source, int lanes, int streaming, uint32_t *crcs) {
-    uint64_t crc[4] = {~0u, ~0u, ~0u, ~0u};
-    for (size_t offset = 0; offset < CHECKSUM_LEAF_BYTES; offset += 16) {
+enum { SUM_ONLY, STORE, STREAM };
+
+/* Copies `bytes` (a multiple of STEP_BYTES) in each of `lanes` leaves, side by side, and continues
+ * their sums in `crcs`. `lanes` and `mode` are constants at each call. A lane writes a whole cache
+ * line before the next lane has its turn, and there are two lanes at most: stores around the cache
+ * are gathered in a few line buffers, and four streams through them are twenty times slower. */
+CRC_TARGET static inline __attribute__((always_inline)) void copy_lanes(uint8_t *target,
+                                                                        const uint8_t *source,
+                                                                        size_t bytes, int lanes,
+                                                                        int mode, uint64_t *crcs) {
+    for (size_t offset = 0; offset < bytes; offset += STEP_BYTES) {
         for (int lane = 0; lane < lanes; lane++) {
-            size_t at = (size_t)lane * CHECKSUM_LEAF_BYTES + offset;
-            __m128i pair = _mm_loadu_si128((const __m128i *)(source + at));
-            crc[lane] = _mm_crc32_u64(crc[lane], (uint64_t)_mm_cvtsi128_si64(pair));
-            crc[lane] = _mm_crc32_u64(crc[lane], (uint64_t)_mm_extract_epi64(pair, 1));
-            if (!target) continue;
-            if (streaming)
-                _mm_stream_si128((__m128i *)(target + at), pair);
-            else
-                _mm_storeu_si128((__m128i *)(target + at), pair);
+            size_t start = (size_t)lane * CHECKSUM_LEAF_BYTES + offset;
+            for (size_t at = start; at < start + STEP_BYTES; at += 16) {
+                __m128i pair = _mm_loadu_si128((const __m128i *)(source + at));
+                crcs[lane] = _mm_crc32_u64(crcs[lane], (uint64_t)_mm_cvtsi128_si64(pair));
+                crcs[lane] = _mm_crc32_u64(crcs[lane], (uint64_t)_mm_extract_epi64(pair, 1));
+                if (mode == STREAM) _mm_stream_si128((__m128i *)(target + at), pair);
+                if (mode == STORE) _mm_storeu_si128((__m128i *)(target + at), pair);
+            }
         }
     }
-    for (int lane = 0; lane < lanes; lane++) crcs[lane] = ~(uint32_t)crc[lane];
+}
+
+CRC_TARGET static void copy_two(uint8_t *target, const uint8_t *source, size_t bytes, int mode,
+                                uint64_t *crcs) {
+    if (mode == STREAM)
+        copy_lanes(target, source, bytes, 2, STREAM, crcs);
+    else if (mode == STORE)
+        copy_lanes(target, source, bytes, 2, STORE, crcs);
+    else
+        copy_lanes(target, source, bytes, 2, SUM_ONLY, crcs);
+}
+
+CRC_TARGET static void copy_one(uint8_t *target, const uint8_t *source, size_t bytes, int mode,
+                                uint64_t *crcs) {
+    if (mode == STREAM)
+        copy_lanes(target, source, bytes, 1, STREAM, crcs);
+    else if (mode == STORE)
+        copy_lanes(target, source, bytes, 1, STORE, crcs);
+    else
+        copy_lanes(target, source, bytes, 1, SUM_ONLY, crcs);
+}
+
+static int mode_of(const uint8_t *target, int streaming) {
+    if (!target) return SUM_ONLY;
+    return streaming && ((uintptr_t)target & 15) == 0 ? STREAM : STORE;
 }
 
 /* As many leaves as are whole in `len`; returns the bytes done. */
-CRC_TARGET static size_t copy_whole_leaves(checksum_state *state, uint8_t *target,
-                                           const uint8_t *source, size_t len, int streaming) {
+static size_t copy_whole_leaves(checksum_state *state, uint8_t *target, const uint8_t *source,
+                                size_t len, int streaming) {
     size_t done = 0;
-    streaming = streaming && target && ((uintptr_t)target & 15) == 0;
+    int mode = mode_of(target, streaming);
     while (len - done >= CHECKSUM_LEAF_BYTES) {
         uint8_t *to = target ? target + done : NULL;
-        size_t leaves = (len - done) / CHECKSUM_LEAF_BYTES;
-        int lanes = leaves >= 4 ? 4 : leaves >= 2 ? 2 : 1;
-        uint32_t crcs[4];
-        if (streaming && lanes == 4)
-            copy_leaves(to, source + done, 4, 1, crcs);
-        else if (lanes == 4)
-            copy_leaves(to, source + done, 4, 0, crcs);
-        else if (lanes == 2)
-            copy_leaves(to, source + done, 2, 0, crcs);
+        size_t lanes = len - done >= 2 * CHECKSUM_LEAF_BYTES ? 2 : 1;
+        uint64_t crcs[2] = {~0u, ~0u};
+        if (lanes == 2)
+            copy_two(to, source + done, CHECKSUM_LEAF_BYTES, mode, crcs);
         else
-            copy_leaves(to, source + done, 1, 0, crcs);
-        for (int lane = 0; lane < lanes; lane++)
-            add_leaf(state, state->bytes / CHECKSUM_LEAF_BYTES + (uint64_t)lane, crcs[lane]);
-        state->bytes += (uint64_t)lanes * CHECKSUM_LEAF_BYTES;
-        done += (size_t)lanes * CHECKSUM_LEAF_BYTES;
+            copy_one(to, source + done, CHECKSUM_LEAF_BYTES, mode, crcs);
+        for (size_t lane = 0; lane < lanes; lane++)
+            add_leaf(state, state->bytes / CHECKSUM_LEAF_BYTES + lane, ~(uint32_t)crcs[lane]);
+        state->bytes += lanes * CHECKSUM_LEAF_BYTES;
+        done += lanes * CHECKSUM_LEAF_BYTES;
     }
-    if (streaming) _mm_sfence();
     return done;
+}
+
+/* The whole steps of a piece within one leaf; returns the bytes done. */
+static size_t copy_steps(checksum_state *state, uint8_t *target, const uint8_t *source, size_t len,
+                         int streaming) {
+    size_t whole = len / STEP_BYTES * STEP_BYTES;
+    uint64_t crc = (uint32_t)~state->leaf_crc;
+    copy_one(target, source, whole, mode_of(target, streaming), &crc);
+    state->leaf_crc = ~(uint32_t)crc;
+    return whole;
 }
 #endif
 
 /* A piece within one leaf. The source is read once, into the target or a bounce line, and summed
  * from there, for the same reason as above. */
-static void copy_in_leaf(checksum_state *state, uint8_t *target, const uint8_t *source,
-                         size_t len) {
+static void copy_in_leaf(checksum_state *state, uint8_t *target, const uint8_t *source, size_t len,
+                         int streaming) {
     uint64_t leaf = state->bytes / CHECKSUM_LEAF_BYTES;
     uint8_t bounce[256];
-    for (size_t done = 0; done < len;) {
+    size_t done = 0;
+#if HAVE_CRC_INSTRUCTION
+    if (use_instruction) done = copy_steps(state, target, source, len, streaming);
+#else
+    (void)streaming;
+#endif
+    while (done < len) {
         size_t take = len - done < sizeof bounce ? len - done : sizeof bounce;
         memcpy(bounce, source + done, take);
         state->leaf_crc = checksum_crc32c(state->leaf_crc, bounce, take);
@@ -170,18 +210,19 @@ void checksum_copy(checksum_state *state, void *target, const void *source, size
 #if HAVE_CRC_INSTRUCTION
         if (in_leaf == 0 && use_instruction)
             done = copy_whole_leaves(state, to, from, len, streaming);
-#else
-        (void)streaming;
 #endif
         if (done == 0) {
             size_t room = CHECKSUM_LEAF_BYTES - in_leaf;
             done = len < room ? len : room;
-            copy_in_leaf(state, to, from, done);
+            copy_in_leaf(state, to, from, done, streaming);
         }
         if (to) to += done;
         from += done;
         len -= done;
     }
+#if HAVE_CRC_INSTRUCTION
+    if (streaming) _mm_sfence(); /* streamed bytes before what says that they are there */
+#endif
 }
 
 uint64_t checksum_finish(checksum_state *state) {

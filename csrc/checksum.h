@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CHECKSUM_LEAF_BYTES 4096
+#define CHECKSUM_LEAF_BYTES 16384
 
 /* CRC32C (Castagnoli) of `len` bytes continuing from `crc`; start with 0. */
 uint32_t checksum_crc32c(uint32_t crc, const void *data, size_t len);

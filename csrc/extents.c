@@ -6,8 +6,9 @@
  * extent is freed.  Space moves between sizes only that way: by emptying runs through eviction,
  * never by moving bytes, because clients hold offsets.
  *
- * `owner` names, for the first unit of each extent in use, the record or quarantine entry that has
- * it, which is what lets a run be emptied.  All memory is taken at creation.
+ * `owner` names, for the first unit of each extent in use, the record or reservation that has it,
+ * which is what lets a run be emptied.  The slab table in the index says what each run is cut into,
+ * so that a daemon that adopts the file finds the same runs.  All memory is taken at creation.
  */
 #include "extents.h"
 
@@ -35,7 +36,8 @@ typedef struct {
 } size_class;
 
 struct extents {
-    uint32_t total_units, slab_units, slab_count, free_slabs, scan_from, used_units;
+    arena_slab *slabs; /* in the index, for whoever adopts the file */
+    uint32_t slab_units, slab_count, free_slabs, scan_from, used_units;
     uint32_t size_count;
     size_class sizes[EXTENTS_SIZES_MAX];
     run *runs;             /* one per slab at most, indexed by first slab */
@@ -44,32 +46,26 @@ struct extents {
     uint32_t *owner;       /* per unit */
 };
 
-static uint32_t choose_slab_units(uint32_t total_units) {
-    uint32_t units = total_units / 1024;
-    if (units < 16) units = 16;
-    if (units > 16384) units = 16384;
-    return units < total_units ? units : total_units;
-}
-
-extents *extents_create(uint32_t total_units) {
+extents *extents_create(const arena_header *header, arena_slab *slabs) {
     extents *pool = calloc(1, sizeof *pool);
-    if (!pool || total_units == 0) {
+    if (!pool || header->slab_count == 0) {
         free(pool);
         return NULL;
     }
-    pool->total_units = total_units;
-    pool->slab_units = choose_slab_units(total_units);
-    pool->slab_count = pool->free_slabs = total_units / pool->slab_units;
+    uint64_t total_units = header->data_bytes / ARENA_UNIT_BYTES;
+    pool->slabs = slabs;
+    pool->slab_units = header->slab_units;
+    pool->slab_count = pool->free_slabs = header->slab_count;
     pool->runs = calloc(pool->slab_count, sizeof *pool->runs);
     pool->run_of_slab = malloc(pool->slab_count * sizeof(uint32_t));
-    pool->next_free = malloc((size_t)total_units * sizeof(uint32_t));
-    pool->owner = malloc((size_t)total_units * sizeof(uint32_t));
+    pool->next_free = malloc(total_units * sizeof(uint32_t));
+    pool->owner = malloc(total_units * sizeof(uint32_t));
     if (!pool->runs || !pool->run_of_slab || !pool->next_free || !pool->owner) {
         extents_destroy(pool);
         return NULL;
     }
     memset(pool->run_of_slab, 0xFF, pool->slab_count * sizeof(uint32_t));
-    memset(pool->owner, 0xFF, (size_t)total_units * sizeof(uint32_t));
+    memset(pool->owner, 0xFF, total_units * sizeof(uint32_t));
     return pool;
 }
 
@@ -147,16 +143,25 @@ static uint32_t find_free_slabs(extents *pool, uint32_t slabs) {
     return EXTENTS_NONE;
 }
 
-static uint32_t start_run(extents *pool, uint32_t size_index) {
+/* Makes an empty run of free slabs; the caller links it. */
+static run *lay_run(extents *pool, uint32_t first, uint32_t size_index) {
     const size_class *size = &pool->sizes[size_index];
-    uint32_t first = find_free_slabs(pool, size->slabs_per_run);
-    if (first == EXTENTS_NONE) return EXTENTS_NONE;
-    for (uint32_t i = 0; i < size->slabs_per_run; i++) pool->run_of_slab[first + i] = first;
+    for (uint32_t i = 0; i < size->slabs_per_run; i++) {
+        pool->run_of_slab[first + i] = first;
+        pool->slabs[first + i] = (arena_slab){first, size->units};
+    }
     pool->free_slabs -= size->slabs_per_run;
     run *fresh = &pool->runs[first];
     *fresh = (run){.first_slab = first, .slabs = size->slabs_per_run, .size_class = size_index};
     fresh->capacity = size->slabs_per_run * pool->slab_units / size->units;
     fresh->free_head = EXTENTS_NONE;
+    return fresh;
+}
+
+static uint32_t start_run(extents *pool, uint32_t size_index) {
+    uint32_t first = find_free_slabs(pool, pool->sizes[size_index].slabs_per_run);
+    if (first == EXTENTS_NONE) return EXTENTS_NONE;
+    lay_run(pool, first, size_index);
     link_run(pool, first);
     return first;
 }
@@ -182,12 +187,20 @@ static run *run_at(const extents *pool, uint32_t start_unit) {
     return &pool->runs[pool->run_of_slab[start_unit / pool->slab_units]];
 }
 
-static void end_run(extents *pool, run *empty) {
+/* Makes the slabs of a run that is in no list free. */
+static void release_slabs(extents *pool, run *empty) {
     uint32_t index = empty->first_slab;
-    unlink_run(pool, index);
-    for (uint32_t i = 0; i < empty->slabs; i++) pool->run_of_slab[index + i] = EXTENTS_NONE;
+    for (uint32_t i = 0; i < empty->slabs; i++) {
+        pool->run_of_slab[index + i] = EXTENTS_NONE;
+        pool->slabs[index + i] = (arena_slab){0, 0};
+    }
     pool->free_slabs += empty->slabs;
     empty->slabs = 0;
+}
+
+static void end_run(extents *pool, run *empty) {
+    unlink_run(pool, empty->first_slab);
+    release_slabs(pool, empty);
 }
 
 void extents_give(extents *pool, uint32_t start_unit) {
@@ -202,6 +215,10 @@ void extents_give(extents *pool, uint32_t start_unit) {
 
 void extents_set_owner(extents *pool, uint32_t start_unit, uint32_t owner) {
     pool->owner[start_unit] = owner;
+}
+
+uint32_t extents_units(const extents *pool, uint32_t size_class) {
+    return pool->sizes[size_class].units;
 }
 
 uint32_t extents_run_capacity(const extents *pool, uint32_t start_unit) {
@@ -220,4 +237,113 @@ uint32_t extents_run_owners(const extents *pool, uint32_t start_unit, uint32_t *
 
 uint32_t extents_used_units(const extents *pool) {
     return pool->used_units;
+}
+
+/* ---- adoption ---- */
+
+static uint32_t known_size(const extents *pool, uint32_t units) {
+    for (uint32_t i = 0; i < pool->size_count; i++)
+        if (pool->sizes[i].units == units) return i;
+    return EXTENTS_NONE;
+}
+
+static int is_whole_run(const extents *pool, uint32_t first, uint32_t size_index) {
+    const size_class *size = &pool->sizes[size_index];
+    if (size->slabs_per_run > pool->slab_count - first) return 0;
+    for (uint32_t i = 0; i < size->slabs_per_run; i++) {
+        const arena_slab *slab = &pool->slabs[first + i];
+        if (slab->first_slab != first || slab->units != size->units) return 0;
+    }
+    return 1;
+}
+
+uint32_t extents_adopt_runs(extents *pool) {
+    uint32_t cleared = 0;
+    for (uint32_t first = 0; first < pool->slab_count;) {
+        arena_slab slab = pool->slabs[first];
+        uint32_t size = slab.units ? known_size(pool, slab.units) : EXTENTS_NONE;
+        if (size != EXTENTS_NONE && is_whole_run(pool, first, size)) {
+            first += lay_run(pool, first, size)->slabs;
+            continue;
+        }
+        cleared += slab.units || slab.first_slab;
+        pool->slabs[first++] = (arena_slab){0, 0};
+    }
+    return cleared;
+}
+
+/* The run in which an extent of `units` starts at this unit, or null. */
+static run *run_with_extent(const extents *pool, uint32_t start_unit, uint32_t units) {
+    uint32_t slab = start_unit / pool->slab_units;
+    if (slab >= pool->slab_count || pool->run_of_slab[slab] == EXTENTS_NONE) return NULL;
+    run *home = &pool->runs[pool->run_of_slab[slab]];
+    if (!home->slabs || pool->sizes[home->size_class].units != units) return NULL;
+    uint32_t distance = start_unit - home->first_slab * pool->slab_units;
+    return distance % units == 0 && distance / units < home->capacity ? home : NULL;
+}
+
+int extents_claim(extents *pool, uint32_t start_unit, uint32_t units, uint32_t owner) {
+    run *home = units ? run_with_extent(pool, start_unit, units) : NULL;
+    if (!home || pool->owner[start_unit] != EXTENTS_NONE) return 0;
+    pool->owner[start_unit] = owner;
+    pool->used_units += units;
+    home->used++;
+    return 1;
+}
+
+void extents_prefetch(const extents *pool, uint32_t start_unit) {
+    if (start_unit / pool->slab_units < pool->slab_count)
+        __builtin_prefetch(&pool->owner[start_unit], 1);
+}
+
+void extents_unclaim(extents *pool, uint32_t start_unit) {
+    run *home = run_at(pool, start_unit);
+    pool->owner[start_unit] = EXTENTS_NONE;
+    pool->used_units -= pool->sizes[home->size_class].units;
+    home->used--;
+}
+
+uint32_t extents_owner(const extents *pool, uint32_t start_unit) {
+    uint32_t slab = start_unit / pool->slab_units;
+    return slab < pool->slab_count ? pool->owner[start_unit] : EXTENTS_NONE;
+}
+
+void extents_set_aside(extents *pool, uint32_t start_unit, uint32_t units) {
+    uint64_t end = ((uint64_t)start_unit + units + pool->slab_units - 1) / pool->slab_units;
+    if (end > pool->slab_count) end = pool->slab_count;
+    for (uint32_t slab = start_unit / pool->slab_units; slab < end; slab++) {
+        if (pool->run_of_slab[slab] != EXTENTS_NONE) continue;
+        pool->run_of_slab[slab] = slab; /* of a run without slabs, so nothing is found in it */
+        pool->free_slabs--;
+    }
+}
+
+/* Threads the free extents of an adopted run; those behind the last one in use stay untouched. */
+static void find_room(extents *pool, run *home) {
+    uint32_t units = pool->sizes[home->size_class].units;
+    uint32_t base = home->first_slab * pool->slab_units;
+    home->untouched = home->capacity;
+    for (uint32_t i = home->capacity; i-- > 0;) {
+        uint32_t unit = base + i * units;
+        if (pool->owner[unit] != EXTENTS_NONE) continue;
+        if (i + 1 == home->untouched) {
+            home->untouched = i;
+            continue;
+        }
+        pool->next_free[unit] = home->free_head;
+        home->free_head = unit;
+    }
+}
+
+void extents_end_adoption(extents *pool) {
+    for (uint32_t first = 0; first < pool->slab_count; first++) {
+        run *home = &pool->runs[first];
+        if (!home->slabs) continue;
+        if (home->used == 0) {
+            release_slabs(pool, home);
+            continue;
+        }
+        find_room(pool, home);
+        if (home->used < home->capacity) link_run(pool, first);
+    }
 }

@@ -4,13 +4,16 @@
 
 #include <stdint.h>
 
+#include "arena.h"
+
 #define EXTENTS_SIZES_MAX 64
 #define EXTENTS_NONE      UINT32_MAX
 
 typedef struct extents extents;
 
-/* Manages `total_units` units. NULL when memory is short. */
-extents *extents_create(uint32_t total_units);
+/* Manages the data file of `header`. `slabs` is the slab table in the index, kept current here, so
+ * that another daemon can adopt the file; all entries are free. NULL when memory is short. */
+extents *extents_create(const arena_header *header, arena_slab *slabs);
 void extents_destroy(extents *pool);
 
 /* Whether an empty pool has room for one extent of `units`. */
@@ -23,6 +26,7 @@ uint32_t extents_size_class(extents *pool, uint32_t units);
 /* Start unit of a fresh extent owned by `owner` (any number but EXTENTS_NONE), or EXTENTS_NONE
  * when there is no room without eviction. */
 uint32_t extents_take(extents *pool, uint32_t size_class, uint32_t owner);
+uint32_t extents_units(const extents *pool, uint32_t size_class);
 void extents_give(extents *pool, uint32_t start_unit);
 void extents_set_owner(extents *pool, uint32_t start_unit, uint32_t owner);
 
@@ -33,5 +37,23 @@ uint32_t extents_run_owners(const extents *pool, uint32_t start_unit, uint32_t *
 uint32_t extents_run_capacity(const extents *pool, uint32_t start_unit);
 
 uint32_t extents_used_units(const extents *pool);
+
+/* ---- adoption: a fresh pool over a slab table that is in use already, in this order ---- */
+
+/* Finds the runs of known sizes (extents_size_class) in the slab table; what makes no sense there
+ * is cleared. Returns how many slabs that were. */
+uint32_t extents_adopt_runs(extents *pool);
+/* Gives `owner` the extent that lies exactly there; 0 when there is none, or it has an owner. */
+int extents_claim(extents *pool, uint32_t start_unit, uint32_t units, uint32_t owner);
+/* Fetches what a claim there will touch. Any number may be given. */
+void extents_prefetch(const extents *pool, uint32_t start_unit);
+/* Takes a claim back. */
+void extents_unclaim(extents *pool, uint32_t start_unit);
+/* Owner of the extent that starts there, or EXTENTS_NONE. Any number may be asked for. */
+uint32_t extents_owner(const extents *pool, uint32_t start_unit);
+/* Keeps free slabs from being used as long as this pool lives: somebody may be writing there. */
+void extents_set_aside(extents *pool, uint32_t start_unit, uint32_t units);
+/* Ends runs without owners and finds the room in the others. */
+void extents_end_adoption(extents *pool);
 
 #endif

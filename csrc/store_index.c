@@ -99,24 +99,35 @@ static void copy_fields(arena_record *record, const arena_record *fresh) {
 void store_write_record(store *state, uint32_t slot, const arena_record *fresh) {
     arena_record *record = store_record(state, slot);
     arena_record checked = *fresh;
-    checked.check = arena_record_check(&checked);
+    checked.check = arena_record_check(&checked, store_shard(state, slot, 0));
     begin_change(record);
     copy_fields(record, &checked);
     end_change(record);
     set_tag(state, slot, arena_place_of(state->header, checked.key, checked.class_id).tag);
 }
 
-void store_set_shards(store *state, uint32_t slot, uint64_t shard_mask) {
+arena_shard *store_shard(const store *state, uint32_t slot, uint32_t shard) {
+    return &state->shards[(uint64_t)slot * state->header->shards_per_record + shard];
+}
+
+/* Enters a committed shard: its table entry first, then the mask that makes it count. */
+void store_add_shard(store *state, uint32_t slot, uint32_t shard, const arena_shard *fresh) {
     arena_record *record = store_record(state, slot);
-    arena_record changed = *record;
-    changed.shard_mask = shard_mask;
-    changed.check = arena_record_check(&changed);
+    _Atomic uint64_t *entry = (_Atomic uint64_t *)store_shard(state, slot, shard);
+    uint64_t words[2];
+    memcpy(words, fresh, sizeof words);
     begin_change(record);
+    atomic_store_explicit(&entry[0], words[0], memory_order_relaxed);
+    atomic_store_explicit(&entry[1], words[1], memory_order_relaxed);
+    arena_record changed = *record;
+    changed.shard_mask |= 1ull << shard;
+    changed.check = arena_record_check(&changed, store_shard(state, slot, 0));
     copy_fields(record, &changed);
     end_change(record);
 }
 
-static int is_pinned(const store *state, uint32_t slot) {
+/* Whether any client has pinned the record. */
+int store_is_pinned(const store *state, uint32_t slot) {
     for (uint32_t client = 0; client < state->clients_end; client++) {
         const client_book *book = &state->clients[client];
         /* Acquire: a reader's last loads come before the next writer's stores into its extent. */
@@ -131,7 +142,7 @@ static int is_pinned(const store *state, uint32_t slot) {
 int store_remove_record(store *state, uint32_t slot, int even_if_pinned) {
     arena_record *record = store_record(state, slot);
     begin_change(record);
-    if (!even_if_pinned && is_pinned(state, slot)) {
+    if (!even_if_pinned && store_is_pinned(state, slot)) {
         end_change(record);
         return 0;
     }
@@ -146,6 +157,10 @@ int store_remove_record(store *state, uint32_t slot, int even_if_pinned) {
 uint64_t store_full_mask(const store *state, uint32_t class_id) {
     uint32_t shards = state->classes[class_id].shard_count;
     return shards == 64 ? ~0ull : (1ull << shards) - 1;
+}
+
+int store_is_used(const store *state, uint32_t slot) {
+    return tag_of(state, slot) != 0;
 }
 
 int store_is_present(const store *state, uint32_t slot) {

@@ -1,14 +1,19 @@
 /* Reservations: the right to write one shard of one record into the arena.
  *
- * The first reservation of a record takes its extent (all shards at once) and enters it in the
- * index with an empty shard mask; each commit sets a bit, and the last one makes it present.
+ * The first reservation of a record enters it in the index with an empty shard mask; each has an
+ * extent of its own.  A commit hands the extent to the record and sets the shard's bit; the last
+ * one makes the record present.
  *
  * The space of a live process is never reused under it.  When a deadline passes, or a record is
- * given up while somebody may still be writing, the record leaves the index but the extent goes to
- * *quarantine* until every such writer has committed (refused as stale), given up, or died.  A
- * quarantined reservation still counts against its client's limit, so one client cannot put more
- * than that out of use.
+ * dropped while somebody may still be writing a shard, the record leaves the index but that extent
+ * stays with its reservation, in *quarantine*, until its writer has committed (refused as stale),
+ * given up, or died.  A quarantined reservation still counts against its client's limit, so one
+ * client cannot put more than that out of use.
+ *
+ * Every reservation is noted in its client's file, so that a daemon which adopts the arena keeps
+ * off that space too: it stays in quarantine (or stock) under the name the client knows.
  */
+#include <stdatomic.h>
 #include <string.h>
 
 #include "store_private.h"
@@ -50,21 +55,26 @@ static void unlink_by_age(store *state, uint32_t index) {
         state->newest_reservation = entry->older;
 }
 
-static uint32_t take_reservation(store *state, uint32_t client, uint32_t slot, uint32_t shard,
-                                 uint64_t deadline_ns) {
-    uint32_t index = state->free_reservation;
+/* Notes in the client's file that it may write there, before it is told so. */
+static void note_held(store *state, uint32_t index) {
     reservation *entry = &state->reservations[index];
-    state->free_reservation = entry->next_of_client;
-    client_book *owner = &state->clients[client];
-    entry->generation++;
-    entry->state = RESERVATION_LIVE;
-    entry->slot = slot;
-    entry->client = client;
-    entry->shard = shard;
-    entry->deadline_ns = deadline_ns;
-    entry->next_of_slot = state->books[slot].reservations;
-    state->books[slot].reservations = index;
-    state->books[slot].reserved_mask |= 1ull << shard;
+    client_book *owner = &state->clients[entry->client];
+    entry->held = owner->held_free[--owner->held_free_count];
+    owner->held[entry->held] = (arena_held){
+        name_of(state, index), entry->extent_start,    entry->extent_units,
+        entry->class_id,       (uint16_t)entry->shard, entry->state == RESERVATION_STOCK};
+}
+
+static void clear_held(store *state, const reservation *entry) {
+    client_book *owner = &state->clients[entry->client];
+    if (entry->held == ARENA_NONE) return;
+    memset(&owner->held[entry->held], 0, sizeof *owner->held);
+    owner->held_free[owner->held_free_count++] = (uint16_t)entry->held;
+}
+
+static void link_to_client(store *state, uint32_t index) {
+    reservation *entry = &state->reservations[index];
+    client_book *owner = &state->clients[entry->client];
     entry->previous_of_client = ARENA_NONE;
     entry->next_of_client = owner->first_reservation;
     if (owner->first_reservation != ARENA_NONE)
@@ -72,8 +82,34 @@ static uint32_t take_reservation(store *state, uint32_t client, uint32_t slot, u
     owner->first_reservation = index;
     owner->reservation_count++;
     state->stats.reservations++;
-    link_by_age(state, index);
+}
+
+static uint32_t new_reservation(store *state, uint32_t client, uint32_t class_id, uint32_t shard,
+                                uint32_t kind) {
+    uint32_t index = state->free_reservation;
+    reservation *entry = &state->reservations[index];
+    state->free_reservation = entry->next_of_client;
+    entry->generation++;
+    entry->origin = GRANTED_HERE;
+    entry->held = ARENA_NONE;
+    entry->state = kind;
+    entry->client = client;
+    entry->class_id = class_id;
+    entry->shard = shard;
+    entry->extent_units = 0;
+    link_to_client(state, index);
     return index;
+}
+
+/* Makes a reservation one for a shard of the incomplete record in `slot`. */
+static void bind_to_slot(store *state, uint32_t index, uint32_t slot, uint64_t deadline_ns) {
+    reservation *entry = &state->reservations[index];
+    entry->slot = slot;
+    entry->deadline_ns = deadline_ns;
+    entry->next_of_slot = state->books[slot].reservations;
+    state->books[slot].reservations = index;
+    state->books[slot].reserved_mask |= 1ull << entry->shard;
+    link_by_age(state, index);
 }
 
 /* Gives the table entry back; the caller has taken it out of its slot or quarantine. */
@@ -88,6 +124,7 @@ static void free_reservation(store *state, uint32_t index) {
         state->reservations[entry->next_of_client].previous_of_client = entry->previous_of_client;
     owner->reservation_count--;
     state->stats.reservations--;
+    clear_held(state, entry);
     entry->state = RESERVATION_FREE;
     entry->next_of_client = state->free_reservation;
     state->free_reservation = index;
@@ -103,86 +140,65 @@ static void detach_from_slot(store *state, uint32_t index) {
     unlink_by_age(state, index);
 }
 
-static void leave_quarantine(store *state, uint32_t index) {
-    uint32_t number = state->reservations[index].quarantine;
-    quarantine *entry = &state->quarantines[number];
-    if (--entry->writers > 0) return;
-    extents_give(state->pool, entry->start_unit);
-    state->stats.quarantined_bytes -= (uint64_t)entry->units * ARENA_UNIT_BYTES;
-    entry->next_free = state->free_quarantine;
-    state->free_quarantine = number;
+static uint64_t extent_bytes(const reservation *entry) {
+    return (uint64_t)entry->extent_units * ARENA_UNIT_BYTES;
 }
 
-/* Moves an incomplete record's extent and writers to quarantine. There is an entry for each
- * reservation that can exist, so the table cannot run out. */
-static void move_to_quarantine(store *state, uint32_t slot, const arena_record *gone) {
-    uint32_t number = state->free_quarantine;
-    quarantine *entry = &state->quarantines[number];
-    state->free_quarantine = entry->next_free;
-    *entry = (quarantine){gone->extent_start, 0, gone->extent_units, ARENA_NONE};
-    while (state->books[slot].reservations != ARENA_NONE) {
-        uint32_t index = state->books[slot].reservations;
-        detach_from_slot(state, index);
-        state->reservations[index].state = RESERVATION_QUARANTINED;
-        state->reservations[index].quarantine = number;
-        entry->writers++;
-    }
-    extents_set_owner(state->pool, gone->extent_start, OWNER_QUARANTINE | number);
-    state->stats.quarantined_bytes += (uint64_t)gone->extent_units * ARENA_UNIT_BYTES;
+static void quarantine(store *state, uint32_t index) {
+    detach_from_slot(state, index);
+    state->reservations[index].state = RESERVATION_QUARANTINED;
+    state->stats.quarantined_bytes += extent_bytes(&state->reservations[index]);
 }
 
-/* Takes an incomplete record out. Its space stays untouched while anybody may write to it. */
+/* Takes an incomplete record out. What is committed is free at once; what may still be written to
+ * is not. */
 void store_drop_incomplete(store *state, uint32_t slot) {
     arena_record gone = *store_record(state, slot);
-    store_list_remove(state, &state->pending, slot);
-    if (state->books[slot].reservations != ARENA_NONE)
-        move_to_quarantine(state, slot, &gone);
-    else
-        extents_give(state->pool, gone.extent_start);
+    while (state->books[slot].reservations != ARENA_NONE)
+        quarantine(state, state->books[slot].reservations);
+    store_list_remove(state, LINK_QUEUE, &state->pending, slot);
     store_remove_record(state, slot, 1);
+    store_unlink_chain(state, slot);
+    store_unaccount(state, slot, &gone);
+    store_give_extents(state, slot, gone.shard_mask);
     state->class_records[gone.class_id]--;
     state->stats.records_incomplete--;
 }
 
-/* Enters a new, empty record; ARENA_NONE when there is no room. */
+/* Enters a new, empty record. ARENA_NONE with *status set when it may not be stored, or its buckets
+ * are full of what may not go. */
 static uint32_t start_record(store *state, uint32_t class_id, const store_wish *wish,
-                             uint32_t retention, uint64_t tenant_tag, uint64_t now_ns) {
-    uint32_t size = state->class_sizes[class_id];
-    uint32_t start = store_make_room(state, size);
-    if (start == EXTENTS_NONE) return ARENA_NONE;
-    extents_set_owner(state->pool, start, OWNER_QUARANTINE); /* not a victim while slots move */
+                             const store_terms *terms, uint64_t now_ns, uint32_t *status) {
+    *status = store_admit(state, class_id, terms->retention, terms->tenant_tag);
+    if (*status != STORE_OK) return ARENA_NONE;
+    *status = STORE_NO_SPACE;
     uint32_t slot = store_make_slot(state, class_id, wish->key);
-    if (slot == ARENA_NONE) {
-        extents_give(state->pool, start);
-        return ARENA_NONE;
-    }
-    extents_set_owner(state->pool, start, slot);
+    if (slot == ARENA_NONE) return ARENA_NONE;
     arena_record fresh;
     memset((void *)&fresh, 0, sizeof fresh);
     memcpy(fresh.key, wish->key, ARENA_KEY_BYTES);
     fresh.class_id = class_id;
     fresh.depth_grains = wish->depth_grains;
-    fresh.extent_start = start;
-    fresh.extent_units = state->classes[class_id].record_units;
-    fresh.tenant_tag = tenant_tag;
-    fresh.flags = retention & 7;
-    slot_book *book = &state->books[slot];
-    *book = (slot_book){.reservations = ARENA_NONE, .size_class = size, .stamp = now_ns};
-    store_list_append(state, &state->pending, slot);
+    fresh.tenant_tag = terms->tenant_tag;
+    fresh.flags = terms->retention;
+    fresh.expires_s = store_expiry(state, terms->ttl_s);
+    state->books[slot] = (slot_book){.reservations = ARENA_NONE,
+                                     .size_class = state->class_sizes[class_id][0],
+                                     .stamp = now_ns,
+                                     .parent = ARENA_NONE,
+                                     .child = ARENA_NONE,
+                                     .serial = ++state->record_serial};
+    store_list_append(state, LINK_QUEUE, &state->pending, slot);
     store_write_record(state, slot, &fresh);
+    store_account(state, slot);
     state->class_records[class_id]++;
     state->stats.records_incomplete++;
     return slot;
 }
 
-static uint64_t shard_offset(const store *state, uint32_t class_id, uint32_t shard) {
-    uint64_t offset = 0;
-    for (uint32_t i = 0; i < shard; i++) {
-        uint64_t units =
-            (state->classes[class_id].shard_bytes[i] + ARENA_UNIT_BYTES - 1) / ARENA_UNIT_BYTES;
-        offset += units * ARENA_UNIT_BYTES;
-    }
-    return offset;
+static int is_unused(const store *state, uint32_t slot) {
+    return store_record(state, slot)->shard_mask == 0 &&
+           state->books[slot].reservations == ARENA_NONE;
 }
 
 static uint32_t refuse(store *state, uint32_t status) {
@@ -190,27 +206,46 @@ static uint32_t refuse(store *state, uint32_t status) {
     if (status == STORE_BUSY) state->stats.reserve_busy_total++;
     if (status == STORE_NO_SPACE) state->stats.reserve_no_space_total++;
     if (status == STORE_LIMIT) state->stats.reserve_limit_total++;
+    if (status == STORE_UNWANTED) state->stats.reserve_unwanted_total++;
+    if (status == STORE_PINNED_FULL) state->stats.reserve_pinned_full_total++;
+    if (status == STORE_OVER_QUOTA) state->stats.reserve_over_quota_total++;
     return status;
 }
 
+static int is_at_limit(const store *state, uint32_t client) {
+    return state->clients[client].reservation_count >= STORE_RESERVATIONS_PER_CLIENT_MAX ||
+           state->free_reservation == ARENA_NONE;
+}
+
 static uint32_t reserve_one(store *state, uint32_t client, uint32_t class_id, uint32_t shard,
-                            uint32_t retention, uint64_t tenant_tag, const store_wish *wish,
-                            uint64_t now_ns, uint64_t deadline_ns, store_grant *grant) {
-    if (state->clients[client].reservation_count >= STORE_RESERVATIONS_PER_CLIENT_MAX ||
-        state->free_reservation == ARENA_NONE)
-        return refuse(state, STORE_LIMIT);
-    uint32_t slot = store_find(state, class_id, wish->key);
-    if (slot != ARENA_NONE) {
-        if (store_record(state, slot)->shard_mask >> shard & 1) return refuse(state, STORE_EXISTS);
-        if (state->books[slot].reserved_mask >> shard & 1) return refuse(state, STORE_BUSY);
-    } else {
-        slot = start_record(state, class_id, wish, retention, tenant_tag, now_ns);
-        if (slot == ARENA_NONE) return refuse(state, STORE_NO_SPACE);
+                            const store_terms *terms, const store_wish *wish, uint64_t now_ns,
+                            uint64_t deadline_ns, store_grant *grant) {
+    if (is_at_limit(state, client)) return refuse(state, STORE_LIMIT);
+    uint32_t slot = store_find_fresh(state, class_id, wish->key);
+    if (slot == ARENA_NONE) {
+        uint32_t status;
+        slot = start_record(state, class_id, wish, terms, now_ns, &status);
+        if (slot == ARENA_NONE) return refuse(state, status);
     }
-    uint32_t index = take_reservation(state, client, slot, shard, deadline_ns);
+    store_link_chain(state, client, slot);
+    if (store_is_present(state, slot)) store_raise(state, slot, terms->retention, terms->ttl_s);
+    if (store_record(state, slot)->shard_mask >> shard & 1) return refuse(state, STORE_EXISTS);
+    if (state->books[slot].reserved_mask >> shard & 1) return refuse(state, STORE_BUSY);
+    uint32_t index = new_reservation(state, client, class_id, shard, RESERVATION_LIVE);
+    bind_to_slot(state, index, slot, deadline_ns);
+    reservation *entry = &state->reservations[index];
+    uint32_t size = state->class_sizes[class_id][shard];
+    entry->extent_start = store_make_room(state, size, OWNER_RESERVATION | index);
+    if (entry->extent_start == EXTENTS_NONE) {
+        detach_from_slot(state, index);
+        free_reservation(state, index);
+        if (is_unused(state, slot)) store_drop_incomplete(state, slot);
+        return refuse(state, STORE_NO_SPACE);
+    }
+    entry->extent_units = extents_units(state->pool, size);
+    note_held(state, index);
     grant->reservation = name_of(state, index);
-    grant->offset_bytes = (uint64_t)store_record(state, slot)->extent_start * ARENA_UNIT_BYTES +
-                          shard_offset(state, class_id, shard);
+    grant->offset_bytes = (uint64_t)entry->extent_start * ARENA_UNIT_BYTES;
     return STORE_OK;
 }
 
@@ -219,49 +254,79 @@ static int is_client(const store *state, uint32_t client) {
 }
 
 void store_reserve(store *state, uint32_t client, uint32_t class_id, uint32_t shard,
-                   uint32_t retention, uint64_t tenant_tag, const store_wish *wishes, uint64_t n,
-                   uint64_t now_ns, uint64_t deadline_ns, store_grant *grants) {
+                   const store_terms *terms, const store_wish *wishes, uint64_t n, uint64_t now_ns,
+                   uint64_t deadline_ns, store_grant *grants) {
     int sound = is_client(state, client) && class_id < ARENA_CLASSES_MAX &&
                 shard < state->classes[class_id].shard_count;
     for (uint64_t i = 0; i < n; i++) {
         grants[i] = (store_grant){0, 0, STORE_BAD_REQUEST, 0};
         if (!sound) continue;
-        grants[i].status = reserve_one(state, client, class_id, shard, retention, tenant_tag,
-                                       &wishes[i], now_ns, deadline_ns, &grants[i]);
+        grants[i].status = reserve_one(state, client, class_id, shard, terms, &wishes[i], now_ns,
+                                       deadline_ns, &grants[i]);
     }
 }
 
 static void become_present(store *state, uint32_t slot) {
     const arena_record *record = store_record(state, slot);
-    slot_book *book = &state->books[slot];
-    store_list_remove(state, &state->pending, slot);
-    book->stamp = ++state->use_counter;
-    store_list_append(state, &state->recent[book->size_class], slot);
+    store_list_remove(state, LINK_QUEUE, &state->pending, slot);
+    store_queue(state, slot, 0);
+    store_enter_owners(state, slot);
     state->stats.records_incomplete--;
     state->stats.records_present++;
-    state->stats.present_bytes += (uint64_t)record->extent_units * ARENA_UNIT_BYTES;
     state->stats.stored_total++;
+    state->stats.present_bytes += store_record_bytes(state, record->class_id);
     store_event event = {.class_id = record->class_id};
     memcpy(event.key, record->key, sizeof event.key);
     store_announce_event(state, &event);
+}
+
+/* Gives a reservation back with its extent, out of quarantine. */
+static void end_quarantine(store *state, uint32_t index) {
+    state->stats.quarantined_bytes -= extent_bytes(&state->reservations[index]);
+    extents_give(state->pool, state->reservations[index].extent_start);
+    free_reservation(state, index);
+}
+
+/* Gives a stock reservation back with its extent. */
+static void end_stock(store *state, uint32_t index) {
+    state->stats.stock_bytes -= extent_bytes(&state->reservations[index]);
+    state->stats.stock_extents--;
+    extents_give(state->pool, state->reservations[index].extent_start);
+    free_reservation(state, index);
+}
+
+static void give_up_one(store *state, uint32_t index) {
+    reservation *entry = &state->reservations[index];
+    if (entry->state == RESERVATION_QUARANTINED) {
+        end_quarantine(state, index);
+        return;
+    }
+    if (entry->state == RESERVATION_STOCK) {
+        end_stock(state, index);
+        return;
+    }
+    uint32_t slot = entry->slot;
+    detach_from_slot(state, index);
+    extents_give(state->pool, entry->extent_start);
+    free_reservation(state, index);
+    state->stats.aborted_total++;
+    if (is_unused(state, slot)) store_drop_incomplete(state, slot);
 }
 
 static uint32_t commit_one(store *state, uint32_t client, const store_commitment *commitment) {
     uint32_t index = lookup(state, client, commitment->reservation);
     if (index == ARENA_NONE || state->reservations[index].state != RESERVATION_LIVE) {
         state->stats.commit_stale_total++;
-        if (index == ARENA_NONE) return STORE_STALE;
-        leave_quarantine(state, index);
-        free_reservation(state, index);
+        if (index != ARENA_NONE) give_up_one(state, index);
         return STORE_STALE;
     }
-    uint32_t slot = state->reservations[index].slot, shard = state->reservations[index].shard;
+    reservation done = state->reservations[index];
     detach_from_slot(state, index);
     free_reservation(state, index);
-    uint64_t at = (uint64_t)slot * state->header->sums_per_record + shard;
-    __atomic_store_n(&state->sums[at], commitment->sum, __ATOMIC_RELAXED);
-    store_set_shards(state, slot, store_record(state, slot)->shard_mask | 1ull << shard);
-    if (store_is_present(state, slot)) become_present(state, slot);
+    arena_shard shard = {commitment->sum, done.extent_start, done.extent_units};
+    extents_set_owner(state->pool, done.extent_start, done.slot);
+    store_add_shard(state, done.slot, done.shard, &shard);
+    if (store_is_present(state, done.slot)) become_present(state, done.slot);
     return STORE_OK;
 }
 
@@ -270,21 +335,6 @@ void store_commit(store *state, uint32_t client, const store_commitment *commitm
     for (uint64_t i = 0; i < n; i++)
         statuses[i] = is_client(state, client) ? commit_one(state, client, &commitments[i])
                                                : (uint32_t)STORE_BAD_REQUEST;
-}
-
-static void give_up_one(store *state, uint32_t index) {
-    if (state->reservations[index].state == RESERVATION_QUARANTINED) {
-        leave_quarantine(state, index);
-        free_reservation(state, index);
-        return;
-    }
-    uint32_t slot = state->reservations[index].slot;
-    detach_from_slot(state, index);
-    free_reservation(state, index);
-    state->stats.aborted_total++;
-    int unused =
-        store_record(state, slot)->shard_mask == 0 && state->books[slot].reservations == ARENA_NONE;
-    if (unused) store_drop_incomplete(state, slot);
 }
 
 void store_give_up(store *state, uint32_t client, const uint64_t *reservations, uint64_t n) {
@@ -310,5 +360,178 @@ void store_expire(store *state, uint64_t now_ns, uint64_t incomplete_max_ns) {
            state->books[state->pending.head].stamp + incomplete_max_ns < now_ns) {
         store_drop_incomplete(state, state->pending.head);
         state->stats.expired_total++;
+    }
+    store_expire_records(state);
+}
+
+/* ---- stock: space taken ahead ---- */
+
+int store_stock(store *state, uint32_t client, uint32_t class_id, uint32_t shard,
+                store_grant *grant) {
+    *grant = (store_grant){0, 0, STORE_BAD_REQUEST, 0};
+    int sound = is_client(state, client) && class_id < ARENA_CLASSES_MAX &&
+                shard < state->classes[class_id].shard_count;
+    if (!sound) return STORE_BAD_REQUEST;
+    uint32_t size = state->class_sizes[class_id][shard];
+    uint64_t bytes = (uint64_t)extents_units(state->pool, size) * ARENA_UNIT_BYTES;
+    uint64_t limit = state->header->data_bytes / STORE_STOCK_SHARE;
+    if (is_at_limit(state, client) || state->stats.stock_bytes + bytes > limit) return STORE_LIMIT;
+    uint32_t index = new_reservation(state, client, class_id, shard, RESERVATION_STOCK);
+    reservation *entry = &state->reservations[index];
+    entry->extent_start = store_make_room(state, size, OWNER_RESERVATION | index);
+    if (entry->extent_start == EXTENTS_NONE) {
+        free_reservation(state, index);
+        return STORE_NO_SPACE;
+    }
+    entry->extent_units = (uint32_t)(bytes / ARENA_UNIT_BYTES);
+    state->stats.stock_bytes += bytes;
+    state->stats.stock_extents++;
+    note_held(state, index);
+    grant->reservation = name_of(state, index);
+    grant->offset_bytes = (uint64_t)entry->extent_start * ARENA_UNIT_BYTES;
+    return STORE_OK;
+}
+
+/* The record a stock commit is for: found, or entered; ARENA_NONE with *status set when neither. */
+static uint32_t slot_for_commit(store *state, const reservation *entry, const store_late_wish *wish,
+                                uint64_t now_ns, uint32_t *status) {
+    const store_terms terms = {wish->retention, wish->ttl_s, wish->tenant_tag};
+    uint32_t slot = store_find_fresh(state, entry->class_id, wish->wish.key);
+    if (slot == ARENA_NONE) {
+        slot = start_record(state, entry->class_id, &wish->wish, &terms, now_ns, status);
+        if (slot == ARENA_NONE) return ARENA_NONE;
+    }
+    store_link_chain(state, entry->client, slot);
+    if (store_is_present(state, slot)) store_raise(state, slot, terms.retention, terms.ttl_s);
+    if (store_record(state, slot)->shard_mask >> entry->shard & 1) {
+        *status = STORE_EXISTS; /* two clients saved the same: one copy stays */
+        state->stats.duplicates_total++;
+        return ARENA_NONE;
+    }
+    /* Another client reserved this shard and is slower; what it still writes goes nowhere. */
+    for (uint32_t i = state->books[slot].reservations; i != ARENA_NONE;
+         i = state->reservations[i].next_of_slot) {
+        if (state->reservations[i].shard != entry->shard) continue;
+        quarantine(state, i);
+        break;
+    }
+    return slot;
+}
+
+int store_commit_stock(store *state, uint32_t client, uint64_t name, const store_late_wish *wish,
+                       uint64_t now_ns) {
+    uint32_t index = is_client(state, client) ? lookup(state, client, name) : ARENA_NONE;
+    if (index == ARENA_NONE || state->reservations[index].state != RESERVATION_STOCK) {
+        state->stats.commit_stale_total++;
+        return STORE_STALE;
+    }
+    reservation done = state->reservations[index];
+    uint32_t status = STORE_OK;
+    uint32_t slot = slot_for_commit(state, &done, wish, now_ns, &status);
+    if (slot == ARENA_NONE) {
+        end_stock(state, index);
+        return (int)refuse(state, status);
+    }
+    state->stats.stock_bytes -= extent_bytes(&done);
+    state->stats.stock_extents--;
+    free_reservation(state, index);
+    arena_shard shard = {wish->sum, done.extent_start, done.extent_units};
+    extents_set_owner(state->pool, done.extent_start, slot);
+    store_add_shard(state, slot, done.shard, &shard);
+    if (store_is_present(state, slot)) become_present(state, slot);
+    return STORE_OK;
+}
+
+/* ---- adoption ---- */
+
+/* Where a restored reservation can stand: its own place, so that its name stays right. */
+static uint32_t place_for(const store *state, uint64_t name) {
+    uint32_t index = (uint32_t)name;
+    if (index < STORE_RESERVATIONS_MAX && state->reservations[index].state == RESERVATION_FREE)
+        return index;
+    for (index = 0; index < STORE_RESERVATIONS_MAX; index++)
+        if (state->reservations[index].state == RESERVATION_FREE) return index;
+    return ARENA_NONE;
+}
+
+static int is_sound_stock(const store *state, const arena_held *held) {
+    return held->is_stock == 1 && held->class_id < ARENA_CLASSES_MAX &&
+           held->shard < state->classes[held->class_id].shard_count &&
+           held->extent_units ==
+               extents_units(state->pool, state->class_sizes[held->class_id][held->shard]);
+}
+
+/* Takes one entry of a client's file over; 0 when it says nothing any more. */
+static int restore(store *state, uint32_t client, uint32_t place, const arena_held *held) {
+    uint32_t index = place_for(state, held->reservation);
+    if (index == ARENA_NONE || !extents_claim(state->pool, held->extent_start, held->extent_units,
+                                              OWNER_RESERVATION | index)) {
+        /* Committed already, when it has an owner. Else the slab table is wrong there. */
+        if (extents_owner(state->pool, held->extent_start) != EXTENTS_NONE) return 0;
+        extents_set_aside(state->pool, held->extent_start, held->extent_units);
+        state->stats.adopt_set_aside_total++;
+        return 1;
+    }
+    reservation *entry = &state->reservations[index];
+    int has_name = index == (uint32_t)held->reservation;
+    *entry = (reservation){.generation = (uint32_t)(held->reservation >> 32),
+                           .state = RESERVATION_QUARANTINED,
+                           .client = client,
+                           .held = place,
+                           .origin = has_name ? GRANTED_BEFORE : NAME_LOST,
+                           .extent_start = held->extent_start,
+                           .extent_units = held->extent_units};
+    if (is_sound_stock(state, held)) {
+        entry->state = RESERVATION_STOCK;
+        entry->class_id = held->class_id;
+        entry->shard = held->shard;
+        state->stats.stock_bytes += extent_bytes(entry);
+        state->stats.stock_extents++;
+    } else {
+        state->stats.quarantined_bytes += extent_bytes(entry);
+    }
+    link_to_client(state, index);
+    return 1;
+}
+
+void store_adopt_held(store *state, uint32_t client) {
+    client_book *owner = &state->clients[client];
+    owner->held_free_count = 0;
+    for (uint32_t place = ARENA_HELD_MAX; place-- > 0;) {
+        arena_held held = owner->held[place];
+        if (held.extent_units && restore(state, client, place, &held)) continue;
+        memset(&owner->held[place], 0, sizeof *owner->held);
+        owner->held_free[owner->held_free_count++] = (uint16_t)place;
+    }
+}
+
+void store_end_adoption(store *state) {
+    /* New names begin elsewhere than the last daemon's: an answer it never gave fits none of them.
+     */
+    uint64_t changes = atomic_load_explicit(&state->header->change_count, memory_order_relaxed);
+    uint32_t base = (uint32_t)arena_mix(changes ^ state->header->generation, 0x9E3779B97F4A7C15ull);
+    state->free_reservation = ARENA_NONE;
+    for (uint32_t index = STORE_RESERVATIONS_MAX; index-- > 0;) {
+        if (state->reservations[index].state != RESERVATION_FREE) continue;
+        state->reservations[index].generation = base;
+        state->reservations[index].next_of_client = state->free_reservation;
+        state->free_reservation = index;
+    }
+}
+
+void store_resume(store *state, uint32_t client, const uint64_t *reservations, uint64_t n) {
+    if (!is_client(state, client)) return;
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t index = lookup(state, client, reservations[i]);
+        if (index != ARENA_NONE && state->reservations[index].origin == GRANTED_BEFORE)
+            state->reservations[index].origin = STILL_WRITTEN;
+    }
+    uint32_t next = state->clients[client].first_reservation;
+    while (next != ARENA_NONE) {
+        uint32_t index = next;
+        const reservation *entry = &state->reservations[index];
+        next = entry->next_of_client;
+        if (entry->state == RESERVATION_QUARANTINED && entry->origin == GRANTED_BEFORE)
+            end_quarantine(state, index);
     }
 }

@@ -1,7 +1,7 @@
 """The arena's files: one folder, one owner, checked before anything is mapped.
 
-The folder lies on tmpfs or hugetlbfs. A lock file makes one writer. What a killed daemon left is
-removed on the next start, which is safe because clients keep their own mappings.
+The folder lies on tmpfs or hugetlbfs. A lock file makes one writer. The files stay when a daemon ends, for the next
+one (see `kvd/arena_start.py`). Removing them is always safe, because clients keep their own mappings.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +51,12 @@ class MappedFile:
         """Length of the file and of the mapping."""
         return len(self.memory)
 
-    def close(self) -> None:
-        """Unmap, close and remove the file. Clients keep what they have mapped."""
+    def close(self, *, keep: bool = False) -> None:
+        """Unmap and close the file; without `keep`, remove it too. Clients keep what they have mapped."""
         self.memory.close()
         os.close(self.descriptor)
-        self.path.unlink(missing_ok=True)
+        if not keep:
+            self.path.unlink(missing_ok=True)
 
 
 class ArenaFolder:
@@ -84,14 +86,34 @@ class ArenaFolder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
-    def remove_left_overs(self) -> int:
-        """Remove files of a killed daemon; returns their number of bytes."""
+    def files(self, suffix: str) -> list[Path]:
+        """Arena files of one kind."""
+        return sorted(
+            path for path in self.path.iterdir() if path.suffix == suffix and _ARENA_FILE.fullmatch(path.name)
+        )
+
+    def remove_left_overs(self, kept: Collection[Path] = ()) -> int:
+        """Remove all arena files but those `kept`; returns their number of bytes."""
         freed_bytes = 0
         for path in self.path.iterdir():
-            if _ARENA_FILE.fullmatch(path.name):
+            if _ARENA_FILE.fullmatch(path.name) and path not in kept:
                 freed_bytes += path.lstat().st_size
                 path.unlink()
         return freed_bytes
+
+    def open(self, path: Path) -> MappedFile:
+        """Map a file that is there.
+
+        Raises:
+            FileNotFoundError: when it is not.
+            ValueError: when it is empty.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return MappedFile(path, descriptor, mmap.mmap(descriptor, 0))
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def check_room(self, needed_bytes: int) -> None:
         """Check the file system and the memory cgroup.
@@ -151,7 +173,7 @@ def _check_is_ours(path: Path) -> None:
             )
 
 
-def prefault(memory: mmap.mmap, threads: int) -> None:
+def prefault(memory: mmap.mmap, threads: int, *, is_quiet: bool = False) -> None:
     """Make every page present, in parallel, with a progress line every two seconds.
 
     Raises:
@@ -189,13 +211,17 @@ def prefault(memory: mmap.mmap, threads: int) -> None:
     ffi.release(view)
     if failure:
         raise ArenaFolderError(f"memory for the arena is not there ({os.strerror(failure)}); lower --memory")
-    log.info("prefaulted %d MiB in %.1f s", total >> 20, time.monotonic() - started_s)
+    if not is_quiet:
+        log.info("prefaulted %d MiB in %.1f s", total >> 20, time.monotonic() - started_s)
 
 
 def lock_in_memory(memory: mmap.mmap) -> str | None:
     """Keep the arena from being swapped; returns None, or why that was refused and what helps."""
     view = ffi.from_buffer(memory, require_writable=True)
-    error = lib.memory_lock(view, len(memory))
+    error = 0
+    for offset in range(0, len(memory), PREFAULT_CHUNK_BYTES):
+        # In pieces: while one is entered, no other thread can change this process's mappings.
+        error = error or lib.memory_lock(view + offset, min(PREFAULT_CHUNK_BYTES, len(memory) - offset))
     ffi.release(view)
     if not error:
         return None

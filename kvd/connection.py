@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import fcntl
 import os
 import socket
 from collections.abc import Callable
@@ -102,6 +103,16 @@ class Connection:
             self._loop.add_writer(self._socket, self._writable)
         except OSError:
             self.close()
+
+    def hand_over(self) -> tuple[int, bytes] | None:
+        """Stop reading; returns a descriptor of the socket for somebody else to own, and what was read
+        from it but not looked at yet; None when the peer is gone. This object is closed afterwards."""
+        if self._closed:
+            return None
+        descriptor = fcntl.fcntl(self._socket, fcntl.F_DUPFD_CLOEXEC, 3)
+        received = self._reader.rest()
+        self.close()
+        return descriptor, received
 
     def close(self) -> None:
         """Close the socket and any descriptor nobody took."""

@@ -3,8 +3,9 @@
 PUB frames: topic `kvd@<instance>`, sequence number (8 bytes, big-endian), msgpack payload
 `{"ts": seconds, "events": [...]}`. An event is `{"type": "stored" | "removed", "tier": "ram",
 "namespace": hex, "model": name, "group": int, "keys": n times 16 bytes}`. A subscriber that sees a
-gap in the sequence asks the snapshot socket. A slow subscriber loses frames, never slows the daemon; a
-frame without events follows within two seconds of the last one, so that a loss at the end is seen too.
+gap in the sequence asks the snapshot socket, either for all that is present (`snapshot`) or, when it missed a
+little, for the frames from a number on (`replay`, see `kvd/replay.py`). A slow subscriber loses frames, never slows
+the daemon; a frame without events follows within two seconds of the last one, so that a loss at the end is seen too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kvd.replay import ReplayWindow
 from kvd.store import KEY_BYTES, StoreEvent
 
 SEND_QUEUE_FRAMES = 4096
@@ -29,6 +31,8 @@ SNAPSHOT_QUEUE_FRAMES = 65536
 KEYS_PER_FRAME_MAX = 4096
 HEARTBEAT_INTERVAL_S = 1.0
 SNAPSHOT_END = (2**64 - 1).to_bytes(8, "big")
+REPLAY_LOST = b"lost"
+"""Payload of a replay's end marker when the frames asked for are no longer kept."""
 
 log = logging.getLogger("kvd")
 
@@ -55,11 +59,15 @@ class EventPublisher:
         snapshot_path: Path,
         names: Callable[[int], ClassName],
         snapshot: Callable[[], list[StoreEvent]],
+        *,
+        first_sequence: int = 1,
     ) -> None:
         self.publish_endpoint = f"ipc://{publish_path}"
         self.snapshot_endpoint = f"ipc://{snapshot_path}"
-        self.sequence = 1  # of the next frame; a snapshot taken before the first is exact at 0
+        self.sequence = first_sequence  # of the next frame; a snapshot taken before the first is exact at one less
         self.snapshots_total = 0
+        self.replays_total = 0
+        self._window = ReplayWindow()
         self._last_sent_s = time.monotonic()
         self._topic = f"kvd@{instance}".encode()
         self._names = names
@@ -81,7 +89,7 @@ class EventPublisher:
             self._router.bind(self.snapshot_endpoint)
         finally:
             os.umask(mask)
-        self._server = asyncio.get_running_loop().create_task(self._serve_snapshots())
+        self._server = asyncio.get_running_loop().create_task(self._serve_questions())
 
     def publish(self, events: list[StoreEvent], *, some_were_lost: bool) -> None:
         """Send events in order; after a loss, leave a gap that makes every subscriber resynchronise."""
@@ -101,7 +109,9 @@ class EventPublisher:
             self._send([])
 
     def _send(self, batch: list[StoreEvent]) -> None:
-        self._publisher.send_multipart([self._topic, self.sequence.to_bytes(8, "big"), self._encode(batch)])
+        payload = self._encode(batch)
+        self._publisher.send_multipart([self._topic, self.sequence.to_bytes(8, "big"), payload])
+        self._window.add(self.sequence, payload)
         self.sequence += 1
         self._last_sent_s = time.monotonic()
 
@@ -121,15 +131,17 @@ class EventPublisher:
             )
         return self._encoder.encode({"ts": time.time(), "events": encoded})
 
-    async def _serve_snapshots(self) -> None:
+    async def _serve_questions(self) -> None:
         while True:
             frames = await self._router.recv_multipart()
-            if len(frames) != 3 or frames[2] != b"snapshot":
-                continue
             try:
-                await self._send_snapshot(frames[0])
+                match frames:
+                    case [peer, _, b"snapshot"]:
+                        await self._send_snapshot(peer)
+                    case [peer, _, b"replay", start] if len(start) == 8:
+                        await self._send_replay(peer, int.from_bytes(start, "big"))
             except Exception:
-                log.exception("a snapshot failed; its subscriber will ask again")
+                log.exception("a snapshot or replay failed; its subscriber will ask again")
 
     async def _send_snapshot(self, peer: bytes) -> None:
         self.snapshots_total += 1
@@ -141,6 +153,15 @@ class EventPublisher:
         for payload in payloads:
             await self._router.send_multipart([peer, b"", self._topic, exact_at, payload])
         await self._router.send_multipart([peer, b"", self._topic, SNAPSHOT_END, b""])
+
+    async def _send_replay(self, peer: bytes, start: int) -> None:
+        """Send the frames from `start` on and an end marker; the marker alone, saying so, when some are gone."""
+        self.replays_total += 1
+        frames = self._window.since(start, self.sequence)
+        for sequence, payload in frames or ():
+            await self._router.send_multipart([peer, b"", self._topic, sequence.to_bytes(8, "big"), payload])
+        end = REPLAY_LOST if frames is None else b""
+        await self._router.send_multipart([peer, b"", self._topic, SNAPSHOT_END, end])
 
     async def close(self) -> None:
         """Stop serving and remove the sockets."""

@@ -19,6 +19,8 @@ HELP = {
     "records_incomplete": "Records some shard of which is still being written.",
     "record_capacity": "Records the index has room for.",
     "reservations": "Shards being written now.",
+    "stock_bytes": "Bytes reserved ahead for clients that save.",
+    "stock_extents": "Extents reserved ahead for clients that save.",
     "clients": "Client processes.",
     "classes": "Kinds of record (namespace and group).",
     "evicted_total": "Records evicted to make room.",

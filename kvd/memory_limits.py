@@ -47,3 +47,19 @@ def _rooms_of_group(root: Path, group: str, limit: str, usage: str, cached: str,
             reclaimable = int(facts.get(cached, 0)) - int(facts.get(shared, 0))
             rooms.append(int(limit_text) - used + max(reclaimable, 0))
     return rooms
+
+
+def small_pages_reason(folder: Path, mounts: str) -> str | None:
+    """Why files in `folder` get no huge pages and what helps; None when they can. `mounts` is the text of
+    /proc/self/mounts."""
+    best, kind, options = Path("/"), "", ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 4:
+            continue
+        point = Path(fields[1].encode().decode("unicode_escape"))
+        if folder.is_relative_to(point) and len(point.parts) >= len(best.parts):
+            best, kind, options = point, fields[2], fields[3]
+    if kind == "hugetlbfs" or any(f"huge={how}" in options for how in ("always", "within_size")):
+        return None
+    return f"{best} ({kind or 'unknown'}) has small pages; mount a tmpfs with huge=within_size and name it with --path"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvd.options import Option, Positional, Program, parse_count, parse_size_bytes
+from kvd.options import Option, Positional, Program, parse_count, parse_duration_s, parse_size_bytes
 
 MEMORY_BYTES_MIN = 1 << 20
 
@@ -24,12 +24,22 @@ def default_socket(environ: dict[str, str] | os._Environ[str]) -> Path:
     return runtime_folder(environ) / "kvd.sock"
 
 
+def arena_folder(path: str | None) -> Path:
+    """The arena's folder: the one named, else infera-kvd-UID in /dev/shm."""
+    return Path(path or f"/dev/shm/infera-kvd-{os.getuid()}")
+
+
 def parse_memory_bytes(text: str) -> int:
     """Parse a size of at least 1 MiB."""
     size_bytes = parse_size_bytes(text)
     if size_bytes < MEMORY_BYTES_MIN:
         raise ValueError(f"{text} is too small; an arena has at least 1M")
     return size_bytes
+
+
+def parse_quota_bytes(text: str) -> int:
+    """Parse a size; 0 stands for no limit."""
+    return 0 if text == "0" else parse_size_bytes(text)
 
 
 def parse_port_or_zero(text: str) -> int:
@@ -47,12 +57,31 @@ def parse_shards(text: str) -> int:
     return count
 
 
+def parse_interval_s(text: str) -> float:
+    """Parse a duration of 100 ms to an hour."""
+    interval_s = parse_duration_s(text)
+    if not 0.1 <= interval_s <= 3600:
+        raise ValueError(f"{text} is not between 100ms and 1h")
+    return interval_s
+
+
 SOCKET = Option(
     "--socket",
     "Unix socket of the daemon (default: kvd.sock in the runtime folder).",
     env="INFERA_KVD_SOCKET",
     metavar="PATH",
 )
+
+PATH = Option(
+    "--path",
+    "Folder for the arena, on tmpfs or hugetlbfs (default: infera-kvd-UID in /dev/shm).",
+    env="INFERA_KVD_PATH",
+    metavar="DIR",
+)
+
+JSON = Option("--json", "Print one JSON object.", is_switch=True)
+
+NAMESPACE = Positional("NAMESPACE", "Digest of the namespace, as `status` prints it.")
 
 SERVE = Program(
     name="infera-kvd serve",
@@ -67,12 +96,7 @@ SERVE = Program(
             env="INFERA_KVD_MEMORY",
             metavar="SIZE",
         ),
-        Option(
-            "--path",
-            "Folder for the arena, on tmpfs or hugetlbfs (default: infera-kvd-UID in /dev/shm).",
-            env="INFERA_KVD_PATH",
-            metavar="DIR",
-        ),
+        PATH,
         Option(
             "--records",
             "Index records; by default one for every 32 KiB of memory.",
@@ -87,6 +111,22 @@ SERVE = Program(
             default="8",
             env="INFERA_KVD_SHARDS_MAX",
             metavar="N",
+        ),
+        Option(
+            "--quota-namespace",
+            "Most memory for the records of one namespace, which then gives up its own oldest; 0 for no limit.",
+            parse=parse_quota_bytes,
+            default="0",
+            env="INFERA_KVD_QUOTA_NAMESPACE",
+            metavar="SIZE",
+        ),
+        Option(
+            "--quota-tenant",
+            "Most memory for the records of one tenant, likewise; 0 for no limit.",
+            parse=parse_quota_bytes,
+            default="0",
+            env="INFERA_KVD_QUOTA_TENANT",
+            metavar="SIZE",
         ),
         Option(
             "--http-port",
@@ -109,14 +149,72 @@ SERVE = Program(
 STATUS = Program(
     name="infera-kvd status",
     summary="Show what the daemon holds.",
-    options=(SOCKET, Option("--json", "Print one JSON object.", is_switch=True)),
+    options=(SOCKET, JSON),
 )
 
 DROP = Program(
     name="infera-kvd drop",
     summary="Drop every record of a namespace that no engine is reading.",
-    options=(SOCKET,),
-    positionals=(Positional("NAMESPACE", "Digest of the namespace, as `status` prints it."),),
+    options=(SOCKET, JSON),
+    positionals=(NAMESPACE,),
 )
 
-PROGRAMS = {"serve": SERVE, "status": STATUS, "drop": DROP}
+TOP = Program(
+    name="infera-kvd top",
+    summary="Watch what the daemon does: rates, space, classes and clients on one screen.",
+    options=(
+        SOCKET,
+        JSON,
+        Option("--once", "Print one screen and end.", is_switch=True),
+        Option("--interval", "Time between screens.", parse=parse_interval_s, default="2s", metavar="TIME"),
+    ),
+)
+
+LS = Program(
+    name="infera-kvd ls",
+    summary="List classes, or the records of a namespace.",
+    options=(
+        SOCKET,
+        JSON,
+        Option("--keys", "List records with their content keys, not classes; needs NAMESPACE.", is_switch=True),
+        Option("--limit", "Most records to list.", parse=parse_count, default="1000", metavar="N"),
+        Option(
+            "--after",
+            "Go on where an earlier listing stopped (its last line, or `next` in its JSON).",
+            parse=parse_count,
+            metavar="CURSOR",
+        ),
+    ),
+    positionals=(Positional("NAMESPACE", "Only this namespace.", is_required=False),),
+)
+
+PIN = Program(
+    name="infera-kvd pin",
+    summary="Keep every record a namespace has now until `unpin` or `drop`: eviction passes over them.",
+    options=(SOCKET, JSON),
+    positionals=(NAMESPACE,),
+)
+
+UNPIN = Program(
+    name="infera-kvd unpin",
+    summary="Let the records of a namespace be evicted again.",
+    options=(SOCKET, JSON),
+    positionals=(NAMESPACE,),
+)
+
+CLEAR = Program(
+    name="infera-kvd clear",
+    summary="Free the memory of an arena that a stopped daemon left and no engine uses.",
+    options=(PATH, JSON),
+)
+
+PROGRAMS = {
+    "serve": SERVE,
+    "status": STATUS,
+    "top": TOP,
+    "ls": LS,
+    "pin": PIN,
+    "unpin": UNPIN,
+    "drop": DROP,
+    "clear": CLEAR,
+}

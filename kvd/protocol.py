@@ -5,7 +5,7 @@ A frame is a 16-byte little-endian header and a payload of at most `FRAME_BYTES_
     u32 payload bytes | u16 message type | u16 kind | u32 request id | u32 magic "IKVD"
 
 `kind` is request, answer or error. Answers carry the id of their request and may be pipelined; an
-error's payload is UTF-8 text. HELLO, OPEN, STATUS and DROP carry JSON; the hot messages RESERVE,
+error's payload is UTF-8 text. HELLO, OPEN, STATUS, DROP, LIST and RETAIN carry JSON; the hot messages RESERVE,
 COMMIT, GIVE_UP and TOUCH carry packed arrays of the structs in `csrc/store.h`, so that the daemon
 hands them to C as they are.
 """
@@ -27,12 +27,14 @@ WISH = struct.Struct("<16sII")
 GRANT = struct.Struct("<QQII")
 COMMITMENT = struct.Struct("<QQ")
 STATUS_CODE = struct.Struct("<I")
-RESERVE_HEAD = struct.Struct("<IHHQ")
-"""class id, shard, retention, tenant tag; then wishes."""
+RESERVE_HEAD = struct.Struct("<IHHQII")
+"""class id, shard, retention class, tenant tag, seconds to live (0: no limit), 0; then wishes."""
 TOUCH_HEAD = struct.Struct("<I")
 """class id; then 16-byte keys."""
 VERIFY_BATCH_MAX = 64
 """Records of one VERIFY: the daemon reads them whole."""
+LIST_RECORDS_MAX = 1000
+"""Records of one LIST answer, which then fits a frame."""
 BATCH_MAX = 16384
 """Entries of one RESERVE, COMMIT, GIVE_UP or TOUCH."""
 
@@ -50,6 +52,8 @@ class Message(IntEnum):
     DROP = 8
     BYE = 9
     VERIFY = 10
+    LIST = 11
+    RETAIN = 12
 
 
 class Kind(IntEnum):
@@ -98,6 +102,12 @@ class FrameReader:
     def feed(self, data: bytes) -> None:
         """Take in what was received."""
         self._buffer += data
+
+    def rest(self) -> bytes:
+        """Return what was fed but is not part of a frame taken out, for another reader to go on with."""
+        rest = bytes(self._buffer)
+        self._buffer.clear()
+        return rest
 
     @property
     def is_within_frame(self) -> bool:

@@ -11,6 +11,10 @@ SOCKET_PATH_BYTES_MAX = 107 - len(".snapshot")
 """A socket's path has at most 107 bytes; those for events have names made from this one."""
 
 
+BACKLOG = 512
+"""Connections waiting to be accepted: as many as there can be at all, since engines start together."""
+
+
 def check_socket_path(path: Path) -> None:
     """See that a socket can be made at `path`, before anything costly is done.
 
@@ -58,5 +62,5 @@ def bind_unix(path: Path) -> socket.socket:
         raise OSError(f"cannot listen on {path}: {error}; choose another path with --socket") from error
     finally:
         os.umask(mask)
-    listener.listen(128)
+    listener.listen(BACKLOG)
     return listener

@@ -1,5 +1,5 @@
 /* Self-test of the C core for sanitizers: a random driver over the store while reader threads look
- * up, pin, and read what they pinned.
+ * up, pin, and read what they pinned, and a saver thread saves from stock through its ring.
  *
  *   selftest SECONDS SEED
  *
@@ -19,7 +19,9 @@
 #include "../blake3.h"
 #include "../checksum.h"
 #include "../content_key.h"
+#include "../ring.h"
 #include "../store.h"
+#include "../store_policy.h"
 
 enum {
     DATA_BYTES = 2 << 20,
@@ -58,10 +60,10 @@ typedef struct {
 } reader;
 
 static struct {
-    void *index, *ledgers[READERS], *writer_ledgers[WRITERS];
+    void *index, *ledgers[READERS], *writer_ledgers[WRITERS], *saver_ledger;
     uint8_t *data;
     store *state;
-    uint64_t offsets[CLASSES][SHARDS_MAX];
+    int saver; /* client number of the saver */
     uint64_t now_ns;
     _Atomic int is_over;
 } world;
@@ -107,7 +109,7 @@ static void *zeroed(uint64_t bytes) {
 static void make_world(uint64_t seed) {
     const uint64_t seeds[2] = {seed, ~seed};
     uint8_t instance[16] = {1};
-    world.index = zeroed(arena_index_bytes(RECORDS, SHARDS_MAX));
+    world.index = zeroed(arena_index_bytes(RECORDS, SHARDS_MAX, DATA_BYTES));
     world.data = zeroed(DATA_BYTES);
     world.now_ns = 1000;
     world.state = store_create(world.index, instance, 1, RECORDS, SHARDS_MAX, DATA_BYTES, seeds);
@@ -116,28 +118,34 @@ static void make_world(uint64_t seed) {
         uint8_t name[16] = {(uint8_t)i};
         uint32_t class_id;
         CHECK(store_class_open(world.state, name, 0, shapes[i].shards, shapes[i].bytes, "model",
-                               &class_id, world.offsets[i]) == STORE_OK);
+                               &class_id) == STORE_OK);
         CHECK(class_id == i);
     }
     for (int i = 0; i < READERS; i++) {
         world.ledgers[i] = zeroed(arena_ledger_bytes(RECORDS));
         CHECK(store_client_attach(world.state, world.ledgers[i], 1) == i);
     }
+    world.saver_ledger = zeroed(arena_ledger_bytes(RECORDS));
+    world.saver = store_client_attach(world.state, world.saver_ledger, 3);
+    CHECK(world.saver == READERS);
 }
 
 static void end_world(void) {
     store_destroy(world.state);
     for (int i = 0; i < READERS; i++) free(world.ledgers[i]);
     for (int i = 0; i < WRITERS; i++) free(world.writer_ledgers[i]);
+    free(world.saver_ledger);
     free(world.index);
     free(world.data);
 }
 
 /* ---- readers ---- */
 
-static void read_pinned(const arena_extent *extent, uint32_t class_id, uint32_t key) {
+static void read_pinned(const arena_view *view, uint32_t slot, uint32_t class_id, uint32_t key) {
     for (uint32_t shard = 0; shard < shapes[class_id].shards; shard++) {
-        const uint8_t *bytes = world.data + extent->offset_bytes + world.offsets[class_id][shard];
+        arena_location place;
+        CHECK(arena_locate(view, slot, shard, &place));
+        const uint8_t *bytes = world.data + place.offset_bytes;
         for (uint64_t i = 0; i + 8 <= shapes[class_id].bytes[shard]; i += 8) {
             uint64_t word;
             memcpy(&word, bytes + i, 8);
@@ -163,19 +171,69 @@ static void *read_for_ever(void *argument) {
         uint64_t all = arena_probe_each(self->view, class_id, mask, keys, 64, present);
         CHECK(run <= 64 && all <= 64);
         for (int i = 0; i < 64; i++) {
-            arena_extent extent;
-            if (!arena_pin(self->view, class_id, mask, keys + 16 * i, &extent)) {
+            uint32_t slot = arena_pin(self->view, class_id, mask, keys + 16 * i);
+            if (slot == ARENA_NO_SLOT) {
                 self->misses++;
                 continue;
             }
             self->pins++;
-            read_pinned(&extent, class_id, numbers[i]);
-            (void)arena_shard_sum(self->view, extent.slot, 0);
-            arena_unpin(self->view, extent.slot);
+            read_pinned(self->view, slot, class_id, numbers[i]);
+            arena_unpin(self->view, slot);
         }
     }
     CHECK(arena_pins_held(self->view) == 0);
     return NULL;
+}
+
+/* ---- the saver: class 0 and 2 have one shard, so that a put is a whole record ---- */
+
+static void *save_for_ever(void *argument) {
+    reader *self = argument;
+    dice source = {self->seed};
+    static uint8_t block[40000];
+    uint64_t base = (uint64_t)(uintptr_t)block, stride = 0, block_id = 0;
+    while (!atomic_load(&world.is_over)) {
+        uint32_t class_id = roll(&source, 2) ? 0 : 2, depth = 1;
+        uint32_t number = (uint32_t)roll(&source, KEYS);
+        uint8_t key[16];
+        make_key(number, key);
+        fill(block, shapes[class_id].bytes[0], class_id, 0, number);
+        ring_put_facts facts = {.class_id = class_id, .doorbell = -1};
+        uint64_t done = ring_put(self->view, &facts, key, &depth, &base, &stride,
+                                 &shapes[class_id].bytes[0], 1, &block_id, 1);
+        self->pins += done;
+        self->misses += !done;
+        if (roll(&source, 8) == 0) (void)ring_touch(self->view, class_id, -1, key, 1);
+    }
+    return NULL;
+}
+
+/* What loop.c does for a client: take in its ring, keep its stock filled, take some of it back. */
+static void serve_saver(dice *source) {
+    arena_ledger_header *ledger = world.saver_ledger;
+    arena_ring_entry entry;
+    uint32_t client = (uint32_t)world.saver;
+    for (; ring_peek(ledger, &entry) > 0; ring_advance(ledger)) {
+        store_late_wish wish = {.sum = entry.sum};
+        memcpy(wish.wish.key, entry.key, sizeof wish.wish.key);
+        wish.wish.depth_grains = entry.depth_grains;
+        if (entry.kind == RING_COMMIT)
+            (void)store_commit_stock(world.state, client, entry.reservation, &wish, world.now_ns);
+        else if (entry.kind == RING_TOUCH)
+            store_touch(world.state, entry.class_id, entry.key, 1);
+        else
+            store_give_up(world.state, client, &entry.reservation, 1);
+    }
+    uint32_t class_id = roll(source, 2) ? 0 : 2;
+    for (uint32_t at = 0; at < 4; at++) {
+        store_grant grant;
+        uint64_t name;
+        if (roll(source, 4) == 0 && ring_stock_revoke(ledger, at, &name))
+            store_give_up(world.state, client, &name, 1);
+        if (ring_stock_peek(ledger, at, class_id, 0) != STOCK_EMPTY) continue;
+        if (store_stock(world.state, client, class_id, 0, &grant) != STORE_OK) continue;
+        CHECK(ring_stock_offer(ledger, at, class_id, 0, grant.reservation, grant.offset_bytes));
+    }
 }
 
 /* ---- the writer ---- */
@@ -193,7 +251,8 @@ static void reserve(writer *self, dice *source, uint32_t class_id, uint32_t shar
     store_wish wish = {.depth_grains = 1};
     make_key(key, wish.key);
     store_grant grant;
-    store_reserve(world.state, (uint32_t)self->number, class_id, shard, 0, 0, &wish, 1,
+    const store_terms terms = {STORE_RETAIN_SHORT, 0, 0};
+    store_reserve(world.state, (uint32_t)self->number, class_id, shard, &terms, &wish, 1,
                   world.now_ns, world.now_ns + 100, &grant);
     if (grant.status != STORE_OK) return;
     uint64_t bytes = shapes[class_id].bytes[shard];
@@ -286,7 +345,10 @@ static uint64_t write_until(double seconds, dice *source) {
     clock_gettime(CLOCK_MONOTONIC, &start);
     uint64_t steps = 0;
     do {
-        for (int i = 0; i < 200; i++) one_step(writers, source);
+        for (int i = 0; i < 200; i++) {
+            one_step(writers, source);
+            serve_saver(source);
+        }
         steps += 200;
         const char *wrong = store_audit(world.state);
         if (wrong) fprintf(stderr, "selftest: audit: %s\n", wrong);
@@ -354,14 +416,25 @@ int main(int argc, char **argv) {
     for (int i = 0; i < READERS; i++) {
         int status;
         readers[i] = (reader){.seed = seed + 1000 + (uint64_t)i};
-        readers[i].view =
-            arena_view_open(world.index, arena_index_bytes(RECORDS, SHARDS_MAX), world.data,
-                            DATA_BYTES, world.ledgers[i], arena_ledger_bytes(RECORDS), &status);
+        readers[i].view = arena_view_open(
+            world.index, arena_index_bytes(RECORDS, SHARDS_MAX, DATA_BYTES), world.data, DATA_BYTES,
+            world.ledgers[i], arena_ledger_bytes(RECORDS), &status);
         CHECK(readers[i].view && status == ARENA_OK);
         CHECK(pthread_create(&threads[i], NULL, read_for_ever, &readers[i]) == 0);
     }
+    int status;
+    reader saver = {.seed = seed + 2000};
+    saver.view =
+        arena_view_open(world.index, arena_index_bytes(RECORDS, SHARDS_MAX, DATA_BYTES), world.data,
+                        DATA_BYTES, world.saver_ledger, arena_ledger_bytes(RECORDS), &status);
+    pthread_t saving;
+    CHECK(saver.view && pthread_create(&saving, NULL, save_for_ever, &saver) == 0);
     uint64_t steps = write_until(seconds, &source), pins = 0, misses = 0;
     atomic_store(&world.is_over, 1);
+    pthread_join(saving, NULL);
+    serve_saver(&source);
+    arena_view_close(saver.view);
+    store_client_detach(world.state, (uint32_t)world.saver);
     for (int i = 0; i < READERS; i++) {
         pthread_join(threads[i], NULL);
         pins += readers[i].pins;
@@ -374,10 +447,10 @@ int main(int argc, char **argv) {
     CHECK(!store_audit(world.state));
     CHECK(stats.reservations == 0 && stats.quarantined_bytes == 0 && stats.clients == 0);
     printf("selftest: seed %llu: %llu steps, %llu evicted, %llu expired, %llu pins read, %llu "
-           "misses\n",
+           "misses, %llu saved through the ring\n",
            (unsigned long long)seed, (unsigned long long)steps,
            (unsigned long long)stats.evicted_total, (unsigned long long)stats.expired_total,
-           (unsigned long long)pins, (unsigned long long)misses);
+           (unsigned long long)pins, (unsigned long long)misses, (unsigned long long)saver.pins);
     end_world();
     return 0;
 }

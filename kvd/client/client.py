@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,17 @@ from typing import Any
 from infera_core import lib
 
 from kvd import protocol
-from kvd.client.arena import KEY_BYTES, Arena, ArenaError, PinnedRecord
+from kvd.client.arena import KEY_BYTES, Arena, ArenaError, PutFacts
 from kvd.client.connection import ClientConnection, UnavailableError
+from kvd.client.copier import CpuCopier
 from kvd.protocol import Message, ProtocolError, RefusedError
+from kvd.retention import retention_number
 
 RECONNECT_INTERVAL_S = 0.5
 CALL_TIMEOUT_S = 0.5
 """A daemon that does not answer a save for so long is treated as gone."""
+STOCK_COUNT = 64
+"""Extents a saving process asks to have reserved ahead."""
 NOTICES_MAX = 256
 """Hits and damage waiting to be told; the oldest is forgotten first, which costs accuracy, not bytes."""
 
@@ -61,15 +65,14 @@ class Session:
 
     arena: Arena
     class_ids: dict[RecordSpec, int]
-    shard_offsets: dict[RecordSpec, list[int]]
 
 
 class PinnedRun:
     """Consecutive records pinned for one load; `release` gives all pins back, once."""
 
-    def __init__(self, arena: Arena, records: list[PinnedRecord]) -> None:
+    def __init__(self, arena: Arena, slots: list[int]) -> None:
         self.arena = arena
-        self.records = records
+        self.slots = slots
         self._released = False
         self._pid = os.getpid()
 
@@ -77,18 +80,22 @@ class PinnedRun:
         """Give the pins back. More calls do nothing, nor does one in a forked child: they are its parent's."""
         if not self._released and os.getpid() == self._pid:
             self._released = True
-            for record in self.records:
-                self.arena.unpin(record.slot)
+            for slot in self.slots:
+                self.arena.unpin(slot)
 
 
 class KvdClient:
     """Connection to the daemon of this host, kept up by a background thread.
 
     `session()` is the current life or None; methods that need the daemon return "nothing" without it.
-    Look-ups and pins may be called from any thread; saves from one thread at a time.
+    Look-ups and pins may be called from any thread; saves from one thread at a time. A process that
+    saves names the shard it saves, so that the daemon keeps space ready for it.
     """
 
-    def __init__(self, socket_path: Path, name: str, specs: Sequence[RecordSpec]) -> None:
+    def __init__(
+        self, socket_path: Path, name: str, specs: Sequence[RecordSpec], saves_shard: int | None = None
+    ) -> None:
+        self._saves_shard = saves_shard
         self._path = socket_path
         self._name = name
         self._specs = list(specs)
@@ -97,9 +104,12 @@ class KvdClient:
         self._connection: ClientConnection | None = None
         self._resume: dict[str, Any] | None = None
         self._arena: Arena | None = None
+        self._writing: set[int] = set()
+        """Reservations of `_arena` granted and not finished: a daemon started anew keeps off their space."""
         self._call_lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
+        self._last_put: tuple[Session, RecordSpec, CpuCopier, tuple[int, str, int, int], PutFacts] | None = None
         self._said_unavailable = ""
         self._notices: collections.deque[tuple[Message, RecordSpec, bytes]] = collections.deque(maxlen=NOTICES_MAX)
         self.connects_total = 0
@@ -139,16 +149,11 @@ class KvdClient:
         session = self.session()
         if session is None:
             return None
-        records: list[PinnedRecord] = []
-        for start in range(0, len(keys), KEY_BYTES):
-            record = session.arena.pin(session.class_ids[spec], spec.full_mask, keys[start : start + KEY_BYTES])
-            if record is None:
-                break
-            records.append(record)
-        if not records:
+        slots = session.arena.pin_run(session.class_ids[spec], spec.full_mask, keys)
+        if not slots:
             return None
-        self._notify(Message.TOUCH, spec, keys[: len(records) * KEY_BYTES])
-        return PinnedRun(session.arena, records)
+        session.arena.touch(session.class_ids[spec], keys[: len(slots) * KEY_BYTES])
+        return PinnedRun(session.arena, slots)
 
     def report_damaged(self, spec: RecordSpec, keys: bytes) -> None:
         """Have the daemon check records whose bytes were wrong, and drop them, so that the next request
@@ -164,21 +169,27 @@ class KvdClient:
 
     # ---- writing ----
 
-    def reserve(self, spec: RecordSpec, shard: int, keys: Sequence[bytes], depths_grains: Sequence[int]) -> list[Grant]:
-        """Reserve space for one shard of each record; only what was granted is returned.
+    def reserve(
+        self, spec: RecordSpec, shard: int, keys: Sequence[bytes], depths_grains: Sequence[int], *,
+        retention: str = "short", ttl_s: int | None = None, tenant_tag: int = 0,
+    ) -> list[Grant]:  # fmt: skip
+        """Reserve space for one shard of each record, in chain order; only what was granted is returned.
 
-        Keys that exist, are being written by somebody else, or find no room are left out: all of
-        them mean "do not save this".
+        Keys that exist, are being written by somebody else, find no room or may not be kept are left
+        out: all of them mean "do not save this". The records are worth keeping as `retention` says
+        (see `kvd.retention`), for at most `ttl_s` seconds, on account of a tenant.
         """
         session = self.session()
         if session is None or not keys:
             return []
         arena = session.arena
-        head = protocol.RESERVE_HEAD.pack(session.class_ids[spec], shard, 0, 0)
+        class_id = session.class_ids[spec]
+        head = protocol.RESERVE_HEAD.pack(class_id, shard, retention_number(retention), tenant_tag, ttl_s or 0, 0)
         wishes = [protocol.WISH.pack(key, depth, 0) for key, depth in zip(keys, depths_grains, strict=True)]
         grants: list[Grant] = []
         for start in range(0, len(wishes), protocol.BATCH_MAX):
-            answer = self._call(Message.RESERVE, head + b"".join(wishes[start : start + protocol.BATCH_MAX]), arena)
+            batch = head + b"".join(wishes[start : start + protocol.BATCH_MAX])
+            answer = self._call(Message.RESERVE, batch, arena, self._begin_writing)
             if answer is None:
                 break
             grants += [
@@ -188,12 +199,52 @@ class KvdClient:
             ]
         return grants
 
+    def put(
+        self, spec: RecordSpec, shard: int, keys: bytes, depths_grains: Sequence[int], copier: CpuCopier,
+        block_ids: Sequence[int], *, retention: str = "short", ttl_s: int | None = None, tenant_tag: int = 0,
+    ) -> int:  # fmt: skip
+        """Save one shard of each record: copy the blocks and publish them; returns how many were saved.
+
+        Takes space reserved ahead and does not wait for the daemon as long as there is some; asks over
+        the socket for the rest. `keys` has 16 bytes a block.
+        """
+        session = self.session()
+        if session is None or not block_ids:
+            return 0
+        facts = self._facts_for(session, spec, shard, copier, (retention, ttl_s or 0, tenant_tag))
+        saved = session.arena.put(facts, keys, depths_grains, block_ids)
+        if saved == len(block_ids):
+            return saved
+        rest = [keys[start : start + KEY_BYTES] for start in range(saved * KEY_BYTES, len(keys), KEY_BYTES)]
+        grants = self.reserve(
+            spec, shard, rest, depths_grains[saved:], retention=retention, ttl_s=ttl_s, tenant_tag=tenant_tag
+        )
+        blocks = block_ids[saved:]
+        sums = copier.save([blocks[grant.position] for grant in grants], [grant.address for grant in grants])
+        return saved + self.commit(grants, sums)
+
+    def _facts_for(
+        self, session: Session, spec: RecordSpec, shard: int, copier: CpuCopier, terms: tuple[str, int, int]
+    ) -> PutFacts:
+        """The facts of the last put when this one is like it, which it nearly always is."""
+        last = self._last_put
+        if last and last[0] is session and last[1] is spec and last[2] is copier and last[3] == (shard, *terms):
+            return last[4]
+        retention, ttl_s, tenant_tag = terms
+        facts = PutFacts(
+            session.class_ids[spec], shard, copier.segments, flags=retention_number(retention), ttl_s=ttl_s,
+            tenant_tag=tenant_tag,
+        )  # fmt: skip
+        self._last_put = (session, spec, copier, (shard, *terms), facts)
+        return facts
+
     def commit(self, grants: Sequence[Grant], sums: Sequence[int]) -> int:
         """Publish shards whose bytes are in place; returns how many were accepted.
 
         All grants come from one `reserve`; what an earlier daemon granted is not accepted.
         """
         entries = [protocol.COMMITMENT.pack(g.reservation, s) for g, s in zip(grants, sums, strict=True)]
+        self._end_writing(grants)
         accepted = 0
         for start in range(0, len(entries), protocol.BATCH_MAX):
             batch = b"".join(entries[start : start + protocol.BATCH_MAX])
@@ -205,16 +256,32 @@ class KvdClient:
 
     def give_up(self, grants: Sequence[Grant]) -> None:
         """Return reservations unused. All come from one `reserve`."""
+        self._end_writing(grants)
         for start in range(0, len(grants), protocol.BATCH_MAX):
             batch = grants[start : start + protocol.BATCH_MAX]
             names = b"".join(grant.reservation.to_bytes(8, "little") for grant in batch)
             self._call(Message.GIVE_UP, names, grants[0].arena)
 
+    def _begin_writing(self, answer: bytes) -> None:
+        granted = protocol.GRANT.iter_unpack(answer)
+        self._writing.update(reservation for reservation, _, status, _ in granted if status == lib.STORE_OK)
+
+    def _end_writing(self, grants: Sequence[Grant]) -> None:
+        """The copies into these grants are over, whatever becomes of them."""
+        if os.getpid() != self._pid:
+            return
+        with self._call_lock:
+            self._writing.difference_update(grant.reservation for grant in grants if grant.arena is self._arena)
+
     # ---- connection ----
 
-    def _call(self, message: Message, payload: bytes, arena: Arena | None = None) -> bytes | None:
+    def _call(
+        self, message: Message, payload: bytes, arena: Arena | None = None,
+        on_answer: Callable[[bytes], None] | None = None,
+    ) -> bytes | None:  # fmt: skip
         """Ask the daemon; None when it cannot or will not. With `arena`, only the daemon it belongs to is
-        asked: another one's class and reservation numbers mean something else."""
+        asked: another one's class and reservation numbers mean something else. `on_answer` is called before
+        anything else can happen on the connection."""
         if os.getpid() != self._pid:
             return None
         with self._call_lock:
@@ -222,7 +289,10 @@ class KvdClient:
             if connection is None or session is None or (arena is not None and session.arena is not arena):
                 return None
             try:
-                return connection.call(message, payload)
+                answer = connection.call(message, payload)
+                if on_answer:
+                    on_answer(answer)
+                return answer
             except RefusedError as error:
                 log.warning("infera-kvd refused %s: %s", message.name, error)
                 return None
@@ -245,17 +315,18 @@ class KvdClient:
 
     def _begin_session(self, connection: ClientConnection) -> None:
         arena = self._introduce(connection)
-        session = Session(arena, {}, {})
+        session = Session(arena, {})
         for spec in self._specs:
-            request = {
+            request: dict[str, Any] = {
                 "namespace": spec.namespace.hex(),
                 "group": spec.group,
                 "model": spec.model,
                 "shard_bytes": list(spec.shard_bytes),
             }
+            if self._saves_shard is not None:
+                request["stock"] = {"shard": self._saves_shard, "count": STOCK_COUNT}
             opened = protocol.decode_json(connection.call(Message.OPEN, protocol.encode_json(request)))
             session.class_ids[spec] = int(opened["class_id"])
-            session.shard_offsets[spec] = list(opened["shard_offsets"])
         with self._call_lock:
             if self._stopping:
                 raise UnavailableError("the client was closed while it connected")
@@ -271,19 +342,26 @@ class KvdClient:
         The identity is kept at once, also when what follows is refused: every HELLO without it would
         make one more client of this process.
         """
-        facts, descriptors = connection.hello(self._name, self._resume)
+        with self._call_lock:
+            writing = sorted(self._writing)
+        facts, descriptors = connection.hello(self._name, self._resume and {**self._resume, "writing": writing})
         identity = {key: facts.get(key) for key in ("instance", "client", "token")}
         if self._arena is not None and identity == self._resume:
-            for descriptor in descriptors:
+            for descriptor in (*descriptors[:3], descriptors[4]):
                 os.close(descriptor)
+            self._arena.take_doorbell(descriptors[3])
             return self._arena
-        self._arena = Arena(str(identity["instance"]), *descriptors)
+        arena = Arena(str(identity["instance"]), *descriptors)
+        with self._call_lock:
+            self._arena = arena
+            self._writing.clear()
         self._resume = identity
         self._arena.populate_in_background()
         return self._arena
 
     def _disconnect(self, reason: str) -> None:
         self._session = None
+        self._last_put = None
         connection, self._connection = self._connection, None
         if connection:
             connection.close()

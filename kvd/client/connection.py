@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from kvd import protocol
 from kvd.protocol import Frame, FrameReader, Kind, Message, ProtocolError, RefusedError, encode
 
 TIMEOUT_S = 1.0
-READ_BYTES = 256 * 1024
-DESCRIPTORS_EXPECTED = 3
+READ_BYTES = 64 * 1024
+"""Below what malloc takes from the system and gives back each time."""
+DESCRIPTORS_EXPECTED = 5
 
 
 class UnavailableError(Exception):
@@ -49,13 +51,18 @@ class ClientConnection:
             raise UnavailableError(
                 f"no infera-kvd at {path} ({error.strerror or error}); start one with: infera-kvd serve --socket {path}"
             ) from error
+        # The kernel keeps the time: Python's own timeouts cost two more system calls a request.
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.setblocking(True)
         connection = cls(sock, path)
         connection._timeout_s = timeout_s
         return connection
 
     def hello(self, name: str, resume: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[int]]:
         """Introduce this process as an engine; returns what the daemon says of itself and the
-        descriptors of index, data and ledger, which the caller owns.
+        descriptors of index, data, ledger, doorbell and lock, which the caller owns.
 
         Raises:
             RefusedError: when versions do not fit or the daemon is full.
@@ -91,13 +98,12 @@ class ClientConnection:
         frame = encode(message, Kind.REQUEST, request_id, payload)
         deadline_s = time.monotonic() + self._timeout_s
         try:
-            self._socket.settimeout(self._timeout_s)
             with contextlib.suppress(BrokenPipeError):  # who was shown out finds the reason in what was received
                 if descriptors:
                     sent = socket.send_fds(self._socket, [frame], descriptors)
                     frame = frame[sent:]
                 self._socket.sendall(frame)
-            answer = self._receive(request_id, deadline_s)
+            answer = self._receive(request_id, deadline_s, expects_descriptors=descriptors is not None)
         except (OSError, ProtocolError) as error:
             self.close()
             raise UnavailableError(f"infera-kvd at {self._path} does not answer: {error or 'timed out'}") from error
@@ -105,24 +111,32 @@ class ClientConnection:
             raise RefusedError(answer.payload.decode(errors="replace"))
         return answer.payload
 
-    def _receive(self, request_id: int, deadline_s: float) -> Frame:
+    def _receive(self, request_id: int, deadline_s: float, *, expects_descriptors: bool) -> Frame:
         while True:
             frame = self._reader.next_frame()
             if frame and (frame.request_id == request_id or frame.kind == Kind.ERROR):
                 return frame
             if frame:
                 continue  # an answer to a request that was given up
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
+            if time.monotonic() >= deadline_s:
                 raise TimeoutError("timed out")
-            self._socket.settimeout(left_s)
-            data, descriptors, _, _ = socket.recv_fds(
-                self._socket, READ_BYTES, DESCRIPTORS_EXPECTED, socket.MSG_CMSG_CLOEXEC
-            )
-            self._received.extend(descriptors)
+            data = self._read(expects_descriptors)
             if not data:
                 raise ConnectionResetError("connection closed")
             self._reader.feed(data)
+
+    def _read(self, expects_descriptors: bool) -> bytes:
+        """What has come, once something has; waits at most the timeout for it."""
+        try:
+            if not expects_descriptors:
+                return self._socket.recv(READ_BYTES)
+            data, descriptors, _, _ = socket.recv_fds(
+                self._socket, READ_BYTES, DESCRIPTORS_EXPECTED, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError as error:
+            raise TimeoutError("timed out") from error
+        self._received.extend(descriptors)
+        return data
 
     def has_hung_up(self) -> bool:
         """Whether the daemon has closed its end, found out without reading."""

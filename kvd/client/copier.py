@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from infera_core import ffi, lib
 
@@ -48,6 +48,11 @@ class CpuCopier:
         self._base = ffi.new("uint64_t[]", [segment.address for segment in segments])
         self._stride = ffi.new("uint64_t[]", [segment.stride_bytes for segment in segments])
         self._bytes = ffi.new("uint64_t[]", [segment.size_bytes for segment in segments])
+
+    @property
+    def segments(self) -> tuple[Any, Any, Any, int]:
+        """C arrays of addresses, strides and sizes, and their length: for saving in one call."""
+        return self._base, self._stride, self._bytes, self._count
 
     def save(self, block_ids: Sequence[int], addresses: Sequence[int]) -> list[int]:
         """See BlockCopier."""

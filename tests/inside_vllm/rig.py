@@ -36,11 +36,12 @@ class Daemon:
         self.folder = Path(tempfile.mkdtemp(prefix="infera-inside-"))
         self.socket = self.folder / "kvd.sock"
         self.arena = Path(f"/dev/shm/infera-inside-{os.getpid()}-{time.monotonic_ns()}")
+        self.memory = "8M"
         self.start()
 
     def start(self) -> None:
         self.log = (self.folder / "kvd.log").open("a")
-        argv = [sys.executable, "-m", "kvd", "serve", "--socket", str(self.socket), "--memory", "8M"]
+        argv = [sys.executable, "-m", "kvd", "serve", "--socket", str(self.socket), "--memory", self.memory]
         argv += ["--path", str(self.arena), "--http-port", "0"]
         self.process = subprocess.Popen(argv, stdout=self.log, stderr=self.log)
         wait_for(self.socket.exists, "infera-kvd listens")

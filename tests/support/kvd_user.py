@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvd.client.arena import Location
 from kvd.client.client import Grant, KvdClient, PinnedRun, RecordSpec
 from kvd.client.copier import CpuCopier, Segment
 
@@ -35,6 +36,13 @@ def key_of(number: int) -> bytes:
 def content_of(key: bytes, size: int) -> bytes:
     """The only right bytes for a key."""
     return hashlib.shake_128(key).digest(64) * (size // 64) + bytes(size % 64)
+
+
+def location(run: PinnedRun, slot: int) -> Location:
+    """Where the only shard of a pinned record lies."""
+    found = run.arena.locate(slot, 0)
+    assert found is not None
+    return found
 
 
 @dataclass
@@ -87,12 +95,12 @@ class KvdUser:
             if run is None:
                 break
             time.sleep(between)
-            addresses = [run.arena.data_address + record.offset_bytes for record in run.records]
-            sums = self._copier.load(range(len(addresses)), addresses)
+            places = [location(run, slot) for slot in run.slots]
+            sums = self._copier.load(range(len(places)), [run.arena.data_address + p.offset_bytes for p in places])
             damaged = []
-            for block, record in enumerate(run.records):
+            for block, place in enumerate(places):
                 loaded.found += 1
-                if sums[block] != run.arena.shard_sum(record.slot, 0):
+                if sums[block] != place.checksum:
                     damaged.append(batch[block])
                 elif self._get(block) != content_of(batch[block], self.size):
                     loaded.wrong += 1
@@ -100,7 +108,7 @@ class KvdUser:
             if damaged:
                 loaded.damaged += len(damaged)
                 self.client.report_damaged(self.spec, b"".join(damaged))
-            if len(run.records) < len(batch):
+            if len(run.slots) < len(batch):
                 break
         return loaded
 
@@ -110,7 +118,7 @@ class KvdUser:
         if run is None:
             return 0
         self.runs.append(run)
-        return len(run.records)
+        return len(run.slots)
 
     def release(self) -> None:
         """Give all held pins back."""
@@ -126,6 +134,17 @@ class KvdUser:
     def probe(self, keys: Sequence[bytes]) -> int:
         """Leading records that are present."""
         return self.client.probe_run(self.spec, b"".join(keys))
+
+    def scribble(self, seconds: float) -> int:
+        """Write over all that was granted again and again, then commit; returns how many were accepted."""
+        until = time.monotonic() + seconds
+        sums: list[int] = []
+        while time.monotonic() < until or not sums:
+            for block in range(BLOCKS):
+                self._put(block, b"\xee" * self.size)
+            sums = self._copier.save([i % BLOCKS for i in range(len(self.grants))], [g.address for g in self.grants])
+        grants, self.grants = self.grants, []
+        return self.client.commit(grants, sums)
 
     def pins_held(self) -> int:
         """Pins of this process in its present ledger."""
@@ -193,20 +212,25 @@ def act(user: KvdUser, action: str, numbers: Sequence[int]) -> Any:
             return getattr(user, action)(keys)
         case "load":
             return asdict(user.load(keys))
-        case "release":
-            return user.release()
-        case "pins_held":
-            return user.pins_held()
+        case "release" | "pins_held":
+            return getattr(user, action)()
         case "is_connected":
             return user.client.session() is not None
         case "connects":
             return user.client.connects_total
+        case "arena":
+            session = user.client.session()
+            return session and id(session.arena)
+        case "scribble":
+            return user.scribble(seconds=numbers[0])
         case "finish_copy":  # what was reserved is written and committed now, whatever happened meanwhile
             gc.collect()
             grants, user.grants = user.grants, []
             return user.client.commit(grants, user.copy(grants, keys))
         case "fork":
             return in_a_forked_child(user, keys)
+        case "leave_a_child":
+            return leave_a_child()
         case "close":
             return user.client.close()
     raise ValueError(action)
@@ -228,6 +252,15 @@ def in_a_forked_child(user: KvdUser, keys: Sequence[bytes]) -> list[Any]:
     os.close(reader)
     os.close(writer)
     return list(json.loads(answer))
+
+
+def leave_a_child() -> int:
+    """A forked child that sleeps; its process id."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from infera_core import ffi, lib
 
-from kvd.client.arena import Arena, PinnedRecord
+from kvd.client.arena import Arena, Location
 from kvd.protocol import COMMITMENT, GRANT, WISH
 from kvd.store import Store, index_bytes, ledger_bytes
 
@@ -29,9 +29,9 @@ LIFETIME_NS = 100
 INCOMPLETE_MAX_NS = 150
 
 
-def units_of(shard_bytes: tuple[int, ...]) -> int:
-    """Units of one record."""
-    return sum(-(-size // UNIT_BYTES) for size in shard_bytes)
+def extent_bytes(shard_bytes: int) -> int:
+    """Space of one shard."""
+    return -(-shard_bytes // UNIT_BYTES) * UNIT_BYTES
 
 
 @dataclass
@@ -40,7 +40,6 @@ class Kind:
 
     class_id: int
     shard_bytes: tuple[int, ...]
-    offsets: list[int]
 
     @property
     def full_mask(self) -> int:
@@ -50,17 +49,17 @@ class Kind:
     @property
     def size_bytes(self) -> int:
         """Space of one record."""
-        return units_of(self.shard_bytes) * UNIT_BYTES
+        return sum(extent_bytes(size) for size in self.shard_bytes)
 
 
 @dataclass
 class Record:
-    """A record in the index; `extent` is its first byte in the data."""
+    """A record in the index; `extents` says where in the data each reserved or committed shard begins."""
 
     kind: Kind
     key: bytes
-    extent: int
     born_ns: int
+    extents: dict[int, int] = field(default_factory=dict)
     committed: dict[int, int] = field(default_factory=dict)
     reserved: dict[int, int] = field(default_factory=dict)
 
@@ -68,6 +67,11 @@ class Record:
     def is_present(self) -> bool:
         """Whether all shards are committed."""
         return len(self.committed) == len(self.kind.shard_bytes)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First byte and end of each extent."""
+        return [(at, at + extent_bytes(self.kind.shard_bytes[shard])) for shard, at in self.extents.items()]
 
     def content(self, shard: int) -> bytes:
         """What belongs into a shard."""
@@ -78,12 +82,18 @@ class Record:
 
 @dataclass
 class Reservation:
-    """The right to write one shard. `record` is out of the index when it is in quarantine."""
+    """The right to write one shard at `extent`. `record` is out of the index when it is in quarantine."""
 
     record: Record
     shard: int
+    extent: int
     deadline_ns: int
     is_quarantined: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Space of it."""
+        return extent_bytes(self.record.kind.shard_bytes[self.shard])
 
 
 @dataclass
@@ -93,7 +103,7 @@ class Client:
     number: int
     arena: Arena
     reservations: dict[int, Reservation] = field(default_factory=dict)
-    pins: list[tuple[Record, PinnedRecord]] = field(default_factory=list)
+    pins: list[tuple[Record, int]] = field(default_factory=list)
 
 
 class StoreModel:
@@ -103,7 +113,7 @@ class StoreModel:
         self.dice = random.Random(seed)
         self.records_wanted = records
         self._files = [os.memfd_create("index"), os.memfd_create("data")]
-        os.ftruncate(self._files[0], index_bytes(records, shards_max))
+        os.ftruncate(self._files[0], index_bytes(records, shards_max, data_bytes))
         os.ftruncate(self._files[1], data_bytes)
         self._index = mmap.mmap(self._files[0], 0)
         self.data = mmap.mmap(self._files[1], 0)
@@ -116,7 +126,7 @@ class StoreModel:
         self.kinds: list[Kind] = []
         self.clients: dict[int, Client] = {}
         self.records: dict[tuple[int, bytes], Record] = {}
-        self.quarantine: list[Record] = []
+        self.quarantine: list[Reservation] = []
         self.told_present: set[tuple[int, bytes]] = set()
         self.seen: set[tuple[int, bytes]] = set()
         self.counts: Counter[str] = Counter()
@@ -151,8 +161,8 @@ class StoreModel:
     def open_class(self, shard_bytes: tuple[int, ...], name: int | None = None) -> Kind:
         """A new class."""
         number = len(self.kinds) if name is None else name
-        opened = self.store.open_class(number.to_bytes(16, "big"), number % 3, shard_bytes, f"model-{number}")
-        kind = Kind(opened.class_id, shard_bytes, opened.shard_offsets)
+        class_id = self.store.open_class(number.to_bytes(16, "big"), number % 3, shard_bytes, f"model-{number}")
+        kind = Kind(class_id, shard_bytes)
         self.kinds.append(kind)
         return kind
 
@@ -179,7 +189,9 @@ class StoreModel:
         for key in keys:
             deadline_ns = self.now_ns + LIFETIME_NS
             wish = WISH.pack(key, 1, 0)
-            answer = self.store.reserve(client.number, kind.class_id, shard, 0, 0, wish, self.now_ns, deadline_ns)
+            answer = self.store.reserve(
+                client.number, kind.class_id, shard, lib.STORE_RETAIN_SHORT, 0, wish, self.now_ns, deadline_ns
+            )
             self._take_events()
             ((name, offset, status, _),) = GRANT.iter_unpack(answer)
             self._reserved(client, kind, shard, key, name, offset, status, deadline_ns)
@@ -196,8 +208,6 @@ class StoreModel:
             expected = [lib.STORE_EXISTS]
         elif record is not None and shard in record.reserved:
             expected = [lib.STORE_BUSY]
-        elif record is not None:
-            expected = [lib.STORE_OK]
         else:
             expected = [lib.STORE_OK, lib.STORE_NO_SPACE]
         assert status in expected, (status, expected)
@@ -207,18 +217,17 @@ class StoreModel:
             return
         assert offset % UNIT_BYTES == 0
         if record is None:
-            record = Record(kind, key, offset - kind.offsets[shard], self.now_ns)
+            record = Record(kind, key, self.now_ns)
             self.records[place] = record
-        assert offset == record.extent + kind.offsets[shard]
         assert name not in client.reservations
+        record.extents[shard] = offset
         record.reserved[shard] = name
-        client.reservations[name] = Reservation(record, shard, deadline_ns)
+        client.reservations[name] = Reservation(record, shard, offset, deadline_ns)
         self.check_no_overlap()
 
     def write(self, reservation: Reservation, content: bytes) -> None:
         """What the client's copy does."""
-        at = reservation.record.extent + reservation.record.kind.offsets[reservation.shard]
-        self.data[at : at + len(content)] = content
+        self.data[reservation.extent : reservation.extent + len(content)] = content
 
     def commit(self, client: Client, name: int) -> int:
         """Write and commit one shard; returns the status."""
@@ -251,21 +260,23 @@ class StoreModel:
     def _resolve(self, reservation: Reservation) -> None:
         """A reservation ended, by commit, giving up or death."""
         record = reservation.record
-        del record.reserved[reservation.shard]
         if reservation.is_quarantined:
-            if not record.reserved:
-                self.quarantine.remove(record)
-        elif not record.committed and not record.reserved:
+            self.quarantine.remove(reservation)
+            return
+        del record.reserved[reservation.shard]
+        if reservation.shard not in record.committed:
+            del record.extents[reservation.shard]
+        if not record.committed and not record.reserved:
             self._drop_incomplete(record)
 
     def _drop_incomplete(self, record: Record) -> None:
         assert not record.is_present
         del self.records[record.kind.class_id, record.key]
-        if record.reserved:
-            self.quarantine.append(record)
-            for client in self.clients.values():
-                for reservation in client.reservations.values():
-                    reservation.is_quarantined |= reservation.record is record
+        for client in self.clients.values():
+            for reservation in client.reservations.values():
+                if reservation.record is record:
+                    reservation.is_quarantined = True
+                    self.quarantine.append(reservation)
 
     def expire(self, passed_ns: int) -> None:
         """Let time pass."""
@@ -302,28 +313,28 @@ class StoreModel:
         mine = [record for record in self.records.values() if record.kind is kind and record.is_present]
         assert self.store.drop_class(kind.class_id) == sum(not self.is_pinned(record) for record in mine)
 
-    def pin(self, client: Client, kind: Kind, key: bytes) -> PinnedRecord | None:
-        """Pin through the client's view."""
+    def pin(self, client: Client, kind: Kind, key: bytes) -> int | None:
+        """Pin through the client's view; the slot, or None."""
         record = self.records.get((kind.class_id, key))
-        pinned = client.arena.pin(kind.class_id, kind.full_mask, key)
+        slots = client.arena.pin_run(kind.class_id, kind.full_mask, key)
         if record is None or not record.is_present:
-            assert pinned is None
+            assert not slots
             return None
-        if pinned is None:
+        if not slots:
             mine = sum(other is record for other, _ in client.pins)
             assert mine == lib.ARENA_PINS_PER_RECORD_MAX
             return None
-        assert (pinned.offset_bytes, pinned.size_bytes) == (record.extent, kind.size_bytes)
         for shard, checksum in record.committed.items():
-            assert client.arena.shard_sum(pinned.slot, shard) == checksum
-        client.pins.append((record, pinned))
+            size = extent_bytes(kind.shard_bytes[shard])
+            assert client.arena.locate(slots[0], shard) == Location(record.extents[shard], size, checksum)
+        client.pins.append((record, slots[0]))
         self.counts["pinned"] += 1
-        return pinned
+        return slots[0]
 
     def unpin(self, client: Client, position: int) -> None:
         """Give one of the client's pins back."""
-        _, pinned = client.pins.pop(position)
-        client.arena.unpin(pinned.slot)
+        _, slot = client.pins.pop(position)
+        client.arena.unpin(slot)
 
     def is_pinned(self, record: Record) -> bool:
         """Whether any client holds a pin on a record."""
@@ -353,17 +364,16 @@ class StoreModel:
 
     def check_no_overlap(self) -> None:
         """No two live extents share a byte; those in quarantine count."""
-        live = [*self.records.values(), *self.quarantine]
-        spans = sorted((record.extent, record.extent + record.kind.size_bytes) for record in live)
+        held = [(reservation.extent, reservation.extent + reservation.size_bytes) for reservation in self.quarantine]
+        spans = sorted([span for record in self.records.values() for span in record.spans] + held)
         for (_, end), (start, _) in itertools.pairwise(spans):
             assert end <= start
         assert not spans or (spans[0][0] >= 0 and spans[-1][1] <= len(self.data))
 
     def check_bytes(self, record: Record) -> None:
         """A present record's bytes are those committed."""
-        for shard, offset in enumerate(record.kind.offsets):
+        for shard, at in record.extents.items():
             content = record.content(shard)
-            at = record.extent + offset
             assert self.data[at : at + len(content)] == content
 
     def check(self, *, all_bytes: bool = False) -> None:
@@ -392,8 +402,8 @@ class StoreModel:
     def _check_stats(self, present: int) -> None:
         stats = self.store.stats()
         incomplete = sum(not record.is_present for record in self.records.values())
-        quarantined = sum(record.kind.size_bytes for record in self.quarantine)
-        used = sum(record.kind.size_bytes for record in self.records.values()) + quarantined
+        quarantined = sum(reservation.size_bytes for reservation in self.quarantine)
+        used = sum(end - start for record in self.records.values() for start, end in record.spans) + quarantined
         assert stats["records_present"] == present
         assert stats["records_incomplete"] == incomplete
         assert stats["quarantined_bytes"] == quarantined

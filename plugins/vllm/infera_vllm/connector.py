@@ -70,10 +70,10 @@ class InferaConnector(KVConnectorBase_V1):
             self._scheduler = SchedulerSide(client, self._spec, self._block_size_tokens, len(shard_bytes))
             self._tell_agent(namespace)
 
-    def _connect(self, part: str) -> KvdClient:
+    def _connect(self, part: str, saves_shard: int | None = None) -> KvdClient:
         assert self._spec is not None
         socket = Path(os.environ.get("INFERA_KVD_SOCKET") or default_socket(os.environ))
-        self._client = KvdClient(socket, f"vllm-{part}", [self._spec])
+        self._client = KvdClient(socket, f"vllm-{part}", [self._spec], saves_shard)
         self._client.start()
         return self._client
 
@@ -110,7 +110,7 @@ class InferaConnector(KVConnectorBase_V1):
         except UnsupportedLayoutError as error:
             log.warning("infera-kvd is not used by this worker: %s", error)
             return
-        self._worker = WorkerSide(self._connect(f"worker-{shard}"), self._spec, shard, copier)
+        self._worker = WorkerSide(self._connect(f"worker-{shard}", shard), self._spec, shard, copier)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Fill this step's blocks."""

@@ -14,16 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 class LoadOrder:
     """Blocks to fill from pinned records.
 
-    `offsets[i]` (bytes in the arena's data file) and `slots[i]` (index slot) belong to
-    `block_ids[i]`. `lost_block_ids` were promised but their records are gone: they must be reported
-    as failed.
+    `slots[i]` (index slot) belongs to `block_ids[i]`. `lost_block_ids` were promised but their
+    records are gone: they must be reported as failed.
     """
 
     load_id: int
     request_id: str
     instance: str
     block_ids: list[int]
-    offsets: list[int]
     slots: list[int]
     lost_block_ids: list[int]
 

@@ -15,6 +15,7 @@ from infera_core.keys import KEY_BYTES
 from infera_vllm.metadata import InferaMetadata, InferaWorkerMetadata, LoadOrder, SaveOrder
 from infera_vllm.request_keys import RequestKeys
 from kvd.client.client import KvdClient, PinnedRun, RecordSpec
+from kvd.client.lookups import RepeatedLookups
 
 log = logging.getLogger("infera.vllm")
 
@@ -28,6 +29,8 @@ class RequestState:
     block_ids: list[int]
     next_save_block: int = 0
     match_start_block: int = 0
+    question: tuple[str, int, int] = ("", 0, 0)
+    question_keys: bytes = b""
 
 
 @dataclass
@@ -45,6 +48,7 @@ class SchedulerSide:
 
     def __init__(self, client: KvdClient, spec: RecordSpec, block_size_tokens: int, ranks: int) -> None:
         self._client = client
+        self._lookups = RepeatedLookups(client)
         self._spec = spec
         self._block_size = block_size_tokens
         self._ranks = ranks
@@ -65,7 +69,14 @@ class SchedulerSide:
         if computed_tokens % self._block_size or start >= known:
             return 0
         state.match_start_block = start
-        return self._client.probe_run(self._spec, state.keys.blocks(start, known)) * self._block_size
+        # vLLM asks for every waiting request at every step: the same question has the same answer until
+        # a record is stored or removed.
+        question = (request.request_id, start, known)
+        if question != state.question:
+            self._lookups.forget(state.question)
+            state.question = question
+            state.question_keys = state.keys.blocks(start, known)
+        return self._lookups.probe_run(question, self._spec, state.question_keys) * self._block_size
 
     def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
         """Blocks are there: pin what was promised and order the load."""
@@ -77,7 +88,7 @@ class SchedulerSide:
         targets = block_ids[start:stop]
         keys = state.keys.blocks(start, stop)
         run = self._client.pin_run(self._spec, keys)
-        records = run.records if run else []
+        slots = run.slots if run else []
         load_id, self._next_load_id = self._next_load_id, self._next_load_id + 1
         if run:
             self._loads[load_id] = PendingLoad(run, keys, self._ranks)
@@ -86,10 +97,9 @@ class SchedulerSide:
                 load_id,
                 request.request_id,
                 run.arena.instance if run else "",
-                targets[: len(records)],
-                [record.offset_bytes for record in records],
-                [record.slot for record in records],
-                targets[len(records) :],
+                targets[: len(slots)],
+                slots,
+                targets[len(slots) :],
             )
         )
 
@@ -167,7 +177,9 @@ class SchedulerSide:
 
     def finished(self, request_id: str) -> None:
         """Forget a request. Its loads in flight keep their pins until reported."""
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._lookups.forget(state.question)
 
     def close(self) -> None:
         """Give all pins back: the engine is stopping and no worker copies any more."""

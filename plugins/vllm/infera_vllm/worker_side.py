@@ -5,14 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from infera_core.keys import KEY_BYTES
-
 from infera_vllm.metadata import InferaWorkerMetadata, LoadOrder, SaveOrder
 from kvd.client.client import KvdClient, RecordSpec
-from kvd.client.copier import BlockCopier
-
-SAVE_BATCH_BLOCKS = 64
-"""Blocks reserved, copied and committed together."""
+from kvd.client.copier import CpuCopier
 
 log = logging.getLogger("infera.vllm")
 
@@ -20,7 +15,7 @@ log = logging.getLogger("infera.vllm")
 class WorkerSide:
     """One rank's half. Called from the worker's thread only."""
 
-    def __init__(self, client: KvdClient, spec: RecordSpec, shard: int, copier: BlockCopier) -> None:
+    def __init__(self, client: KvdClient, spec: RecordSpec, shard: int, copier: CpuCopier) -> None:
         self._client = client
         self._spec = spec
         self._shard = shard
@@ -51,17 +46,13 @@ class WorkerSide:
         if session is None or session.arena.instance != order.instance:
             return set(order.block_ids)
         arena = session.arena
-        base = arena.data_address + session.shard_offsets[self._spec][self._shard]
-        end = arena.data_address + arena.data_bytes
-        addresses = [base + offset for offset in order.offsets]
-        if max(addresses) + self._copier.object_bytes > end:
+        places = [arena.locate(slot, self._shard) for slot in order.slots]
+        sound = [place for place in places if place and place.size_bytes >= self._copier.object_bytes]
+        if len(sound) != len(places):
             return set(order.block_ids)
+        addresses = [arena.data_address + place.offset_bytes for place in sound]
         delivered = self._copier.load(order.block_ids, addresses)
-        damaged = {
-            position
-            for position, checksum in enumerate(delivered)
-            if checksum != arena.shard_sum(order.slots[position], self._shard)
-        }
+        damaged = {position for position, place in enumerate(sound) if delivered[position] != place.checksum}
         if damaged:
             self._damaged[order.load_id] = damaged
         return {order.block_ids[position] for position in damaged}
@@ -75,18 +66,7 @@ class WorkerSide:
         if self._failed_in_step:
             return
         for order in orders:
-            for start in range(0, len(order.block_ids), SAVE_BATCH_BLOCKS):
-                self._save_batch(order, start, start + SAVE_BATCH_BLOCKS)
-
-    def _save_batch(self, order: SaveOrder, start: int, stop: int) -> None:
-        block_ids = order.block_ids[start:stop]
-        keys = [order.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(start, start + len(block_ids))]
-        grants = self._client.reserve(self._spec, self._shard, keys, order.depths_grains[start:stop])
-        if grants:
-            sums = self._copier.save(
-                [block_ids[grant.position] for grant in grants], [grant.address for grant in grants]
-            )
-            self._client.commit(grants, sums)
+            self._client.put(self._spec, self._shard, order.keys, order.depths_grains, self._copier, order.block_ids)
 
     def take_failed(self) -> set[int]:
         """Blocks to compute again, once."""

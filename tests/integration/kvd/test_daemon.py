@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.client.client import KvdClient, RecordSpec
 from tests.support.kvd_daemon import DaemonProcess
-from tests.support.kvd_user import SPEC, KvdUser, Loaded, UserProcess, key_of
+from tests.support.kvd_user import SPEC, KvdUser, Loaded, UserProcess, key_of, location
 from tests.support.processes import ROOT, call, free_port, wait_until
 
 pytestmark = pytest.mark.integration
@@ -160,53 +160,6 @@ def test_a_forked_child_is_not_a_client(daemon: DaemonProcess, new_user: MakeUse
 # ---- the daemon's ends ----
 
 
-def test_sigterm_removes_files_and_sockets(daemon: DaemonProcess, here: KvdUser) -> None:
-    here.save([key_of(1)])
-    assert here.pin([key_of(1)]) == 1
-    assert daemon.stop() == 0
-    assert [path.name for path in daemon.arena.iterdir()] == ["lock"]
-    assert [path.name for path in daemon.runtime.iterdir()] == ["log"]
-    assert "Traceback" not in daemon.log_text()
-    wait_until(lambda: here.client.session() is None, "the client noticed")
-    assert here.reserve([key_of(2)]) == 0
-    assert here.probe([key_of(1)]) == 0
-    here.release()
-
-
-def test_a_killed_daemon_is_a_miss_and_its_successor_is_found(daemon: DaemonProcess, new_user: MakeUser) -> None:
-    users = [new_user(), new_user()]
-    for life in range(3):
-        assert sum(user.do("save", *range(50)) for user in users) == 50
-        for user in users:
-            assert user.do("load", *range(50)) == {"found": 50, "damaged": 0, "wrong": 0}
-        daemon.kill()
-        for user in users:
-            loaded = user.do("load", *range(50))
-            assert loaded["wrong"] == loaded["damaged"] == 0
-            assert user.do("save", *range(60)) == 0
-        daemon.start()
-        for user in users:
-            wait_until(lambda user=user: user.do("is_connected"), f"connected to daemon {life + 2}")
-            assert user.do("probe", *range(50)) == 0  # a new life begins empty
-    assert daemon.metrics()["clients"] == 2
-    assert len(list(daemon.arena.glob("*.data"))) == 1
-
-
-def test_a_copy_that_outlives_the_daemon_harms_nobody(daemon: DaemonProcess, new_user: MakeUser) -> None:
-    """Space granted by a daemon that is gone stays mapped, and is not committed to its successor."""
-    user, other = new_user(), new_user()
-    assert user.do("reserve", *range(20)) == 20
-    daemon.kill()
-    daemon.start()
-    for client in (user, other):
-        wait_until(lambda client=client: client.do("connects") == 2, "connected to the new daemon")
-    assert other.do("reserve", *range(20)) == 20  # the same numbers as the old grants
-    assert user.do("finish_copy", *range(20)) == 0
-    assert other.do("finish_copy", *range(20)) == 20
-    assert user.do("load", *range(20)) == {"found": 20, "damaged": 0, "wrong": 0}
-    assert daemon.metrics()["commit_stale_total"] == 0
-
-
 def test_a_frozen_daemon_holds_nobody_up(daemon: DaemonProcess, here: KvdUser, new_user: MakeUser) -> None:
     """vllm#45387: waiting without end. A call comes back, and the client is one client afterwards."""
     here.save([key_of(i) for i in range(10)])
@@ -262,7 +215,7 @@ def test_flipped_bytes_are_found_when_loaded_and_the_record_goes(daemon: DaemonP
     (data,) = daemon.arena.glob("*.data")
     with data.open("r+b") as file:
         for position in (2, 7):
-            file.seek(run.records[position].offset_bytes + 39_999)
+            file.seek(location(run, run.slots[position]).offset_bytes + 39_999)
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 1]))

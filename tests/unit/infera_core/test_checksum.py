@@ -12,7 +12,7 @@ from infera_core import ffi, lib
 
 from kvd.client.copier import CpuCopier, Segment
 
-LEAF_BYTES = 4096
+LEAF_BYTES = 16384
 STREAMING_BYTES = 256 * 1024
 MASK = 2**64 - 1
 

@@ -13,7 +13,15 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvd.events import HEARTBEAT_INTERVAL_S, KEYS_PER_FRAME_MAX, SNAPSHOT_END, ClassName, EventPublisher
+from kvd.events import (
+    HEARTBEAT_INTERVAL_S,
+    KEYS_PER_FRAME_MAX,
+    REPLAY_LOST,
+    SNAPSHOT_END,
+    ClassName,
+    EventPublisher,
+)
+from kvd.replay import ReplayWindow
 from kvd.store import StoreEvent
 
 NAMES = [ClassName("aa" * 16, 0, "first"), ClassName("bb" * 16, 3, "second")]
@@ -83,6 +91,17 @@ class Listener:
                 assert event["type"] == "stored"
                 assert len(event["keys"]) <= KEYS_PER_FRAME_MAX * 16
                 found |= named(event)
+
+    async def replay(self, start: int) -> tuple[list[tuple[int, list[dict[str, Any]]]], bytes]:
+        """Frames from a number on, and what the end marker says."""
+        await self.asker.send_multipart([b"", b"replay", start.to_bytes(8, "big")])
+        frames = []
+        while True:
+            _, topic, sequence, payload = await asyncio.wait_for(self.asker.recv_multipart(), TIMEOUT_S)
+            assert topic == b"kvd@" + b"cd" * 16
+            if sequence == SNAPSHOT_END:
+                return frames, payload
+            frames.append((int.from_bytes(sequence, "big"), msgspec.msgpack.decode(payload)["events"]))
 
     async def until_subscribed(self) -> None:
         """A subscription takes a moment; publish until one arrives."""
@@ -259,6 +278,53 @@ async def test_nonsense_on_the_snapshot_socket_is_ignored(source: Source, questi
     await asker.asker.send_multipart(question)
     assert (await asker.ask())[1] == set()
     asker.close()
+
+
+async def test_a_replay_is_what_was_published(source: Source, listener: Listener) -> None:
+    published = []
+    for number in range(5):
+        source.change(0, False, number)
+        source.flush()
+        published.append(await listener.next_frame())
+    assert await listener.replay(published[0][0]) == (published, b"")
+    assert await listener.replay(published[3][0]) == (published[3:], b"")
+
+
+async def test_a_replay_of_nothing_missed_is_empty(source: Source, listener: Listener) -> None:
+    assert await listener.replay(source.publisher.sequence) == ([], b"")
+
+
+@pytest.mark.parametrize("start", [0, 2**64 - 1])
+async def test_a_replay_of_what_never_was_says_it_is_lost(source: Source, listener: Listener, start: int) -> None:
+    assert await listener.replay(start) == ([], REPLAY_LOST)
+
+
+async def test_a_replay_across_lost_events_says_it_is_lost(source: Source, listener: Listener) -> None:
+    source.change(0, False, 1)
+    source.flush()
+    before, _ = await listener.next_frame()
+    source.flush(some_were_lost=True)
+    after, _ = await listener.next_frame()
+    assert await listener.replay(before) == ([], REPLAY_LOST)
+    assert await listener.replay(after) == ([(after, [])], b"")
+
+
+async def test_a_replay_further_back_than_the_window_says_it_is_lost(source: Source, listener: Listener) -> None:
+    source.publisher._window = ReplayWindow(frames_max=3)
+    first = source.publisher.sequence
+    for number in range(5):
+        source.change(0, False, number)
+        source.flush()
+    assert (await listener.replay(first))[1] == REPLAY_LOST
+    frames, end = await listener.replay(first + 2)
+    assert [sequence for sequence, _ in frames] == [first + 2, first + 3, first + 4]
+    assert end == b""
+
+
+@pytest.mark.parametrize("question", [[b"", b"replay"], [b"", b"replay", b"123"], [b"", b"replay", b"12345678", b""]])
+async def test_nonsense_for_a_replay_is_ignored(source: Source, listener: Listener, question: list[bytes]) -> None:
+    await listener.asker.send_multipart(question)
+    assert await listener.replay(source.publisher.sequence) == ([], b"")
 
 
 async def test_a_failing_snapshot_does_not_end_the_service(source: Source) -> None:

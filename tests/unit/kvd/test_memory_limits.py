@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvd.memory_limits import memory_room_bytes
+from kvd.memory_limits import memory_room_bytes, small_pages_reason
 
 GIB = 1 << 30
 
@@ -73,3 +73,19 @@ def test_damaged_files_are_no_limit(tmp_path: Path) -> None:
 def test_the_machine_this_runs_on() -> None:
     found = memory_room_bytes()
     assert found is None or found > 0
+
+
+MOUNTS = """proc /proc proc rw 0 0
+tmpfs /dev/shm tmpfs rw,nosuid 0 0
+tmpfs /mnt/huge\\040pages tmpfs rw,huge=within_size 0 0
+none /dev/hugepages hugetlbfs rw,pagesize=2M 0 0
+"""
+
+
+def test_small_pages_are_said_with_the_cure() -> None:
+    assert small_pages_reason(Path("/mnt/huge pages/kvd"), MOUNTS) is None
+    assert small_pages_reason(Path("/dev/hugepages/kvd"), MOUNTS) is None
+    reason = small_pages_reason(Path("/dev/shm/kvd"), MOUNTS)
+    assert reason is not None
+    assert "/dev/shm (tmpfs)" in reason
+    assert "huge=within_size" in reason

@@ -1,0 +1,1 @@
+"""The protocols between clients and daemon as models whose every interleaving is tried."""
