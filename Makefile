@@ -9,7 +9,7 @@ export PYTHON
 PY := .venv/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: help setup lint format unit test demo bench-hook sanitize lock clean
+.PHONY: help setup lint format unit test demo bench-hook bench-kvd soak-kvd fuzz-kvd chaos-kvd sanitize lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,18 @@ demo: setup ## serve a real model with two engines, kvd and the router, and show
 
 bench-hook: setup ## what the hooks cost a Python process that did not ask for them
 	@$(PY) -m infera.tools.bench.hook_cost
+
+bench-kvd: setup ## the memory tier against memcpy and bare sockets (QUICK=1: under a minute)
+	@$(PY) -m infera.tools.bench.kvd
+
+soak-kvd: setup ## ten million saves of fresh keys (CYCLES): memory stays flat, the books add up
+	@$(PY) -m infera.tools.bench.kvd_soak
+
+fuzz-kvd: setup ## fuzz the arena and the daemon's socket (FUZZ_SECONDS a target, default 60)
+	@csrc/fuzz/run.sh
+
+chaos-kvd: setup ## clients and daemon killed at random, every byte checked (CHAOS_SECONDS, default 300)
+	@INFERA_TEST_STRESS_S=$${CHAOS_SECONDS:-300} $(PY) -m pytest -s -o timeout=0 tests/chaos/test_kvd_stress.py $(PYTEST_ARGS)
 
 sanitize: ## the C core's self-test under ASan, UBSan and TSan, SECONDS (10) each
 	@csrc/tests/sanitize.sh build/sanitize $(or $(SECONDS),10) $(or $(SEED),$(shell date +%s))

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from infera.tools.sources import checkout_folder
@@ -21,7 +22,7 @@ def machine() -> dict[str, object]:
     return {"cpu": model, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()}
 
 
-def keep(name: str, figures: dict[str, object], raw: dict[str, object]) -> Path:
+def keep(name: str, figures: Mapping[str, object], raw: Mapping[str, object]) -> Path:
     """Write one run's figures and raw samples to `bench/results/NAME.json`; the last run is kept."""
     folder = (checkout_folder() or Path.cwd()) / "bench" / "results"
     folder.mkdir(parents=True, exist_ok=True)
