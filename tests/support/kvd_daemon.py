@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from kvd.client.connection import ClientConnection, UnavailableError
 from kvd.protocol import Message, encode_json
 from tests.support.processes import ROOT, wait_until
 
+MEMORY = "64M"
+
 
 class DaemonProcess:
     """`python -m kvd serve`. `start` may be called again after `kill` or `stop`."""
 
-    def __init__(self, *flags: str, memory: str = "64M") -> None:
+    def __init__(self, *flags: str, memory: str = MEMORY) -> None:
         self.runtime = Path(tempfile.mkdtemp(prefix="kvd-"))
         self.arena = Path(tempfile.mkdtemp(prefix="kvd-test-", dir="/dev/shm"))
         self.socket = self.runtime / "kvd.sock"
@@ -98,3 +101,12 @@ class DaemonProcess:
             self.popen.wait()
         shutil.rmtree(self.runtime, ignore_errors=True)
         shutil.rmtree(self.arena, ignore_errors=True)
+
+
+def running(*flags: str, memory: str = MEMORY) -> Iterator[DaemonProcess]:
+    """Body of a fixture: a daemon that runs, and is gone with all its files afterwards."""
+    made = DaemonProcess(*flags, memory=memory)
+    try:
+        yield made.start()
+    finally:
+        made.clean_up()

@@ -14,7 +14,7 @@ import pytest
 from kvd.client import aio
 from kvd.client.aio import AsyncKvdClient, BusyError
 from kvd.client.copier import CpuCopier, Segment
-from tests.support.kvd_daemon import DaemonProcess
+from tests.support.kvd_daemon import DaemonProcess, running
 from tests.support.kvd_user import SPEC, key_of
 
 pytestmark = pytest.mark.integration
@@ -23,11 +23,7 @@ SIZE = SPEC.shard_bytes[0]
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    made = DaemonProcess()
-    try:
-        yield made.start()
-    finally:
-        made.clean_up()
+    yield from running()
 
 
 @pytest.fixture

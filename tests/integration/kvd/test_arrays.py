@@ -11,7 +11,7 @@ import pytest
 from kvd.client import lookups
 from kvd.client.arrays import get_array, get_buffer, put_array, put_buffer
 from kvd.client.lookups import RepeatedLookups
-from tests.support.kvd_daemon import DaemonProcess
+from tests.support.kvd_daemon import DaemonProcess, running
 from tests.support.kvd_user import SPEC, KvdUser, key_of
 from tests.support.processes import wait_until
 
@@ -21,11 +21,7 @@ SIZE = SPEC.shard_bytes[0]
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    made = DaemonProcess()
-    try:
-        yield made.start()
-    finally:
-        made.clean_up()
+    yield from running()
 
 
 @pytest.fixture

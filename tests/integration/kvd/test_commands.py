@@ -10,7 +10,7 @@ import pytest
 from kvd.cli import main
 from kvd.client.client import RecordSpec
 from kvd.commands.top import RATES
-from tests.support.kvd_daemon import DaemonProcess
+from tests.support.kvd_daemon import DaemonProcess, running
 from tests.support.kvd_user import SPEC, KvdUser, key_of
 
 pytestmark = pytest.mark.integration
@@ -20,11 +20,7 @@ RECORDS = 40
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    made = DaemonProcess()
-    try:
-        yield made.start()
-    finally:
-        made.clean_up()
+    yield from running()
 
 
 @pytest.fixture

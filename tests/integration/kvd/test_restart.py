@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,36 +21,6 @@ from tests.support.processes import ROOT, wait_until
 
 pytestmark = pytest.mark.integration
 MakeUser = Callable[[], UserProcess]
-
-
-@pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
-    made = DaemonProcess()
-    try:
-        yield made.start()
-    finally:
-        made.clean_up()
-
-
-@pytest.fixture
-def new_user(daemon: DaemonProcess) -> Iterator[MakeUser]:
-    users: list[UserProcess] = []
-
-    def make() -> UserProcess:
-        users.append(UserProcess(daemon.socket))
-        return users[-1]
-
-    yield make
-    for user in users:
-        user.kill()
-
-
-@pytest.fixture
-def here(daemon: DaemonProcess) -> Iterator[KvdUser]:
-    """A client in this process."""
-    user = KvdUser(daemon.socket)
-    yield user
-    user.client.close()
 
 
 def all_found(count: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.kvd_daemon import DaemonProcess
+from tests.support.kvd_daemon import DaemonProcess, running
 from tests.support.kvd_user import SPEC, KvdUser, key_of
 from tests.support.processes import ROOT, wait_until
 
@@ -20,11 +20,7 @@ TENANT, OTHER = 0x1111, 0x2222
 
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
-    made = DaemonProcess("--quota-tenant", "1M", memory="8M")
-    try:
-        yield made.start()
-    finally:
-        made.clean_up()
+    yield from running("--quota-tenant", "1M", memory="8M")
 
 
 @pytest.fixture
