@@ -26,7 +26,7 @@ class BenchDaemon:
 
     def __init__(self, *flags: str) -> None:
         self._runtime = Path(tempfile.mkdtemp(prefix="infera-bench-"))
-        self._arena = Path(tempfile.mkdtemp(prefix="infera-bench-", dir="/dev/shm"))
+        self._arena = Path(tempfile.mkdtemp(prefix="infera-bench-", dir=os.environ.get("INFERA_BENCH_SHM", "/dev/shm")))
         self.socket = self._runtime / "kvd.sock"
         self._flags = ["--socket", str(self.socket), "--path", str(self._arena), "--http-port", "0", *flags]
         self._process: subprocess.Popen[bytes] | None = None
