@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,9 +52,14 @@ class Daemon:
         self.process.wait()
         self.socket.unlink(missing_ok=True)
 
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(20)
+    def clean_up(self) -> None:
+        """End it if it runs, and remove what it leaves for a successor."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(20)
+        self.log.close()
+        for folder in (self.arena, self.folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def data_file(self) -> Path:
         (path,) = self.arena.glob("*.data")

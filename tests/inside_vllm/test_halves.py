@@ -19,8 +19,7 @@ TOKENS = list(range(1000, 1000 + 5 * BLOCK_TOKENS + 7))
 def daemon() -> Iterator[Daemon]:
     made = Daemon()
     yield made
-    if made.process.poll() is None:
-        made.stop()
+    made.clean_up()
 
 
 def metrics(daemon: Daemon) -> dict[str, int]:
