@@ -252,11 +252,6 @@ static inline arena_place arena_place_of(const arena_header *header, const uint6
     return (arena_place){{hash & mask, (hash >> 32) & mask}, (uint16_t)((hash >> 48) | 1)};
 }
 
-/* The parts of a ledger whose header has been checked. */
-static inline _Atomic uint8_t *arena_pins(void *ledger) {
-    return (_Atomic uint8_t *)((char *)ledger + ((arena_ledger_header *)ledger)->pins_offset);
-}
-
 int arena_check_ledger(const arena_header *header, const arena_ledger_header *ledger,
                        uint64_t ledger_bytes);
 int arena_check_index(const void *index, uint64_t index_bytes, uint64_t data_bytes);

@@ -221,10 +221,6 @@ uint32_t extents_units(const extents *pool, uint32_t size_class) {
     return pool->sizes[size_class].units;
 }
 
-uint32_t extents_run_capacity(const extents *pool, uint32_t start_unit) {
-    return run_at(pool, start_unit)->capacity;
-}
-
 uint32_t extents_run_owners(const extents *pool, uint32_t start_unit, uint32_t *owners,
                             uint32_t max) {
     const run *home = run_at(pool, start_unit);

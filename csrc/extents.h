@@ -34,7 +34,6 @@ void extents_set_owner(extents *pool, uint32_t start_unit, uint32_t owner);
  * a run returns its space to all sizes. */
 uint32_t extents_run_owners(const extents *pool, uint32_t start_unit, uint32_t *owners,
                             uint32_t max);
-uint32_t extents_run_capacity(const extents *pool, uint32_t start_unit);
 
 uint32_t extents_used_units(const extents *pool);
 

@@ -34,13 +34,7 @@ class SequenceTracker:
         self.resyncs = 0
         self._is_replaying = False
         self._is_joining = False
-        self._replay_holes = 0
         self._waiting: deque[Frame] = deque(maxlen=waiting_frames_max)
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether a replay was asked for and has not ended."""
-        return self._is_replaying
 
     def join(self) -> Step:
         """Ask for everything from the beginning."""

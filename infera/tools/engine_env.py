@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from infera.tools.cachefolder import cache_folder, digest_of, file_lock
-from infera.tools.commands import run_logged, tail
+from infera.tools.commands import run_logged
 from infera.tools.engine_python import EnginePython, environment_without_infera, inspect_engine_python
 from infera.tools.errors import ToolError
 from infera.tools.progress import Progress, say
@@ -219,9 +219,3 @@ def _size_bytes(folder: Path) -> int:
             except OSError:
                 continue
     return total_bytes
-
-
-def install_log(cache: Path | None = None) -> str:
-    """The end of the installation's log, for `doctor`; empty when there is none."""
-    folder = environment_folder(cache)
-    return tail(folder / LOG_NAME) or tail(folder.with_name(folder.name + ".log"))

@@ -32,7 +32,6 @@ class HttpConnection(asyncio.Protocol):
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._is_reading_paused = False
-        self.has_lost_connection = False
         self.requests_sent = 0
         self.idle_since_s = 0.0
         self._begin_answer()
@@ -89,7 +88,6 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is gone."""
-        self.has_lost_connection = True
         if not self.is_complete and self._error is None:
             self._error = ConnectionLostError(str(exc) if exc else "the worker closed the connection")
         self._can_write.set()
