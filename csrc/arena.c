@@ -327,6 +327,21 @@ static uint64_t probe(const arena_view *view, uint32_t class_id, uint64_t full_m
     return found;
 }
 
+void arena_prefetch(const arena_view *view, uint32_t class_id, const uint8_t *key) {
+    uint64_t words[2];
+    load_key(key, words);
+    arena_place place = arena_place_of(&view->geometry, words, class_id);
+    prefetch_tags(view, &place);
+}
+
+int arena_has(const arena_view *view, uint32_t class_id, uint64_t full_mask, const uint8_t *key) {
+    uint64_t words[2];
+    load_key(key, words);
+    arena_place place = arena_place_of(&view->geometry, words, class_id);
+    arena_record copy;
+    return find(view, &place, class_id, full_mask, words, &copy) != ARENA_NONE;
+}
+
 uint64_t arena_probe_run(const arena_view *view, uint32_t class_id, uint64_t full_mask,
                          const uint8_t *keys, uint64_t n, uint32_t *slots) {
     return probe(view, class_id, full_mask, keys, n, 1, slots, NULL);
@@ -399,6 +414,10 @@ int arena_locate(const arena_view *view, uint32_t slot, uint32_t shard, arena_lo
 
 uint64_t arena_change_count(const arena_view *view) {
     return atomic_load_explicit(&view->header->change_count, memory_order_acquire);
+}
+
+uint64_t arena_removed_count(const arena_view *view) {
+    return atomic_load_explicit(&view->header->removed_count, memory_order_acquire);
 }
 
 uint64_t arena_pins_held(const arena_view *view) {

@@ -7,7 +7,7 @@
 
 /* cffi: begin */
 enum {
-    ARENA_LAYOUT_VERSION = 2,
+    ARENA_LAYOUT_VERSION = 3,
     ARENA_KEY_BYTES = 16,
     ARENA_UNIT_BYTES = 4096, /* extents are counted in these, so O_DIRECT works from the arena */
     ARENA_BUCKET_SLOTS = 8,
@@ -68,6 +68,27 @@ int arena_locate(const arena_view *view, uint32_t slot, uint32_t shard, arena_lo
  * answer given before is still right. */
 uint64_t arena_change_count(const arena_view *view);
 
+/* A run of keys that is asked for again and again. `found` is the last answer. */
+typedef struct {
+    const uint8_t *keys; /* n times 16 bytes */
+    uint64_t full_mask;
+    uint32_t class_id;
+    uint32_t n;
+    uint32_t found;
+    uint32_t reserved;
+} arena_question;
+
+/* How many records have been removed, in all. Read it before asking; see arena_ask_again. */
+uint64_t arena_removed_count(const arena_view *view);
+
+/* Brings the answers of n questions up to date. `were_removed`: whether records have been removed
+ * since they were given. Then a run is believed when its last record is there, since chains are
+ * evicted from their end, and about `whole_keys_max` keys are looked up anew, one by one, going
+ * round from question *turn on; so a run with a gap is found out after a few calls, or when it is
+ * pinned. */
+void arena_ask_again(const arena_view *view, arena_question *questions, uint32_t n,
+                     int were_removed, uint32_t whole_keys_max, uint32_t *turn);
+
 /* Pins this view's ledger holds in all: 0 when nothing leaked. */
 uint64_t arena_pins_held(const arena_view *view);
 
@@ -123,6 +144,7 @@ typedef struct {
     _Atomic uint64_t change_count;    /* see arena_change_count */
     _Atomic uint32_t now_s;           /* of the wall clock, by which records expire; coarse */
     _Atomic uint32_t daemon_sleeping; /* 1: a client that left something in its ring must ring */
+    _Atomic uint64_t removed_count;   /* see arena_removed_count */
 } arena_header;
 
 /* What one (namespace, group) stores; written once before its id is given out. */

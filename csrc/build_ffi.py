@@ -29,6 +29,7 @@ SOURCES = [
     "content_key.c",
     "checksum.c",
     "arena.c",
+    "lookups.c",
     "extents.c",
     "store.c",
     "store_class.c",

@@ -33,6 +33,7 @@ typedef struct {
     uint32_t units;
     uint32_t slabs_per_run;
     uint32_t runs_with_room;
+    uint32_t free_extents; /* in its runs */
 } size_class;
 
 struct extents {
@@ -106,7 +107,7 @@ uint32_t extents_size_class(extents *pool, uint32_t units) {
         if (pool->sizes[i].units == units) return i;
     uint32_t slabs = units ? slabs_for(pool, units) : 0;
     if (!slabs || pool->size_count == EXTENTS_SIZES_MAX) return EXTENTS_NONE;
-    pool->sizes[pool->size_count] = (size_class){units, slabs, EXTENTS_NONE};
+    pool->sizes[pool->size_count] = (size_class){units, slabs, EXTENTS_NONE, 0};
     return pool->size_count++;
 }
 
@@ -145,7 +146,7 @@ static uint32_t find_free_slabs(extents *pool, uint32_t slabs) {
 
 /* Makes an empty run of free slabs; the caller links it. */
 static run *lay_run(extents *pool, uint32_t first, uint32_t size_index) {
-    const size_class *size = &pool->sizes[size_index];
+    size_class *size = &pool->sizes[size_index];
     for (uint32_t i = 0; i < size->slabs_per_run; i++) {
         pool->run_of_slab[first + i] = first;
         pool->slabs[first + i] = (arena_slab){first, size->units};
@@ -155,6 +156,7 @@ static run *lay_run(extents *pool, uint32_t first, uint32_t size_index) {
     *fresh = (run){.first_slab = first, .slabs = size->slabs_per_run, .size_class = size_index};
     fresh->capacity = size->slabs_per_run * pool->slab_units / size->units;
     fresh->free_head = EXTENTS_NONE;
+    size->free_extents += fresh->capacity;
     return fresh;
 }
 
@@ -167,7 +169,7 @@ static uint32_t start_run(extents *pool, uint32_t size_index) {
 }
 
 uint32_t extents_take(extents *pool, uint32_t size_index, uint32_t owner) {
-    const size_class *size = &pool->sizes[size_index];
+    size_class *size = &pool->sizes[size_index];
     uint32_t index = size->runs_with_room;
     if (index == EXTENTS_NONE) index = start_run(pool, size_index);
     if (index == EXTENTS_NONE) return EXTENTS_NONE;
@@ -178,6 +180,7 @@ uint32_t extents_take(extents *pool, uint32_t size_index, uint32_t owner) {
     else
         start = source->first_slab * pool->slab_units + source->untouched++ * size->units;
     if (++source->used == source->capacity) unlink_run(pool, index);
+    size->free_extents--;
     pool->owner[start] = owner;
     pool->used_units += size->units;
     return start;
@@ -195,6 +198,7 @@ static void release_slabs(extents *pool, run *empty) {
         pool->slabs[index + i] = (arena_slab){0, 0};
     }
     pool->free_slabs += empty->slabs;
+    pool->sizes[empty->size_class].free_extents -= empty->capacity;
     empty->slabs = 0;
 }
 
@@ -207,6 +211,7 @@ void extents_give(extents *pool, uint32_t start_unit) {
     run *home = run_at(pool, start_unit);
     pool->owner[start_unit] = EXTENTS_NONE;
     pool->used_units -= pool->sizes[home->size_class].units;
+    pool->sizes[home->size_class].free_extents++;
     pool->next_free[start_unit] = home->free_head;
     home->free_head = start_unit;
     if (home->used-- == home->capacity) link_run(pool, home->first_slab);
@@ -233,6 +238,11 @@ uint32_t extents_run_owners(const extents *pool, uint32_t start_unit, uint32_t *
 
 uint32_t extents_used_units(const extents *pool) {
     return pool->used_units;
+}
+
+int extents_has_room(const extents *pool, uint32_t size_index, uint32_t count) {
+    const size_class *size = &pool->sizes[size_index];
+    return size->free_extents >= count || pool->free_slabs >= size->slabs_per_run;
 }
 
 /* ---- adoption ---- */
@@ -283,6 +293,7 @@ int extents_claim(extents *pool, uint32_t start_unit, uint32_t units, uint32_t o
     if (!home || pool->owner[start_unit] != EXTENTS_NONE) return 0;
     pool->owner[start_unit] = owner;
     pool->used_units += units;
+    pool->sizes[home->size_class].free_extents--;
     home->used++;
     return 1;
 }
@@ -296,6 +307,7 @@ void extents_unclaim(extents *pool, uint32_t start_unit) {
     run *home = run_at(pool, start_unit);
     pool->owner[start_unit] = EXTENTS_NONE;
     pool->used_units -= pool->sizes[home->size_class].units;
+    pool->sizes[home->size_class].free_extents++;
     home->used--;
 }
 

@@ -36,6 +36,9 @@ uint32_t extents_run_owners(const extents *pool, uint32_t start_unit, uint32_t *
                             uint32_t max);
 
 uint32_t extents_used_units(const extents *pool);
+/* Whether `count` extents of a size can be taken without eviction: surely so when 1; a run's worth
+ * of free slabs counts as enough. */
+int extents_has_room(const extents *pool, uint32_t size_class, uint32_t count);
 
 /* ---- adoption: a fresh pool over a slab table that is in use already, in this order ---- */
 

@@ -11,7 +11,8 @@ enum {
     LOOP_CONNECTIONS_MAX = 512,
     LOOP_FRAME_BYTES_MAX = 1 << 20,
     LOOP_CONTROL_BYTES_MAX = 64 * 1024, /* payload of a message that Python answers */
-    LOOP_NOTICES_MAX = 256,
+    LOOP_REQUESTS_MAX = 128,            /* for Python, not taken yet; more are refused in words */
+    LOOP_NOTICES_MAX = LOOP_REQUESTS_MAX + LOOP_CONNECTIONS_MAX, /* so that no end is lost */
     LOOP_UNSENT_BYTES_MAX = 8 << 20, /* a client that lets this much pile up is not reading */
     LOOP_STOCK_WISHES_MAX = 16,      /* kinds of stock one client may ask for */
 };
@@ -33,6 +34,7 @@ typedef struct {
 
 typedef struct {
     uint64_t frames_total, ring_entries_total, ring_broken_total, wakeups_total, notices_lost_total;
+    uint64_t stock_wishes_refused_total;
 } loop_stats;
 
 typedef struct loop loop;

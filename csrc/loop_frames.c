@@ -71,6 +71,8 @@ static uint32_t do_reserve(loop *self, uint32_t client, const uint8_t *payload, 
     }
     self->stock[client].last_taken_ns = now_ns;
     self->stock[client].is_low = 1; /* it saves: have stock ready for the next time */
+    if (grants[0].status != STORE_BAD_REQUEST)
+        self->stock[client].ahead = (stock_wish){head.class_id, head.shard, (uint32_t)count};
     return (uint32_t)(count * sizeof *grants);
 }
 
@@ -110,8 +112,7 @@ static void pass_to_python(loop *self, uint32_t index, const frame_header *heade
         send_error(self, index, header, "this message is larger than 64 KiB");
         return;
     }
-    /* The last places are kept for CLOSED. */
-    if (self->notices_count >= LOOP_NOTICES_MAX / 2) {
+    if (self->notices_count >= LOOP_REQUESTS_MAX) { /* the other places are kept for CLOSED */
         send_error(self, index, header, "infera-kvd is busy with control requests; try again");
         return;
     }
@@ -191,8 +192,11 @@ static void take_frames(loop *self, uint32_t index) {
 
 void loop_take_input(loop *self, uint32_t index) {
     connection *from = &self->connections[index];
-    take_frames(self, index); /* what was handed over with the connection */
-    if (from->descriptor < 0) return;
+    if (from->input_bytes) { /* handed over with the connection */
+        loop_drain(self, from->client);
+        take_frames(self, index);
+        if (from->descriptor < 0) return;
+    }
     ssize_t got = recv(from->descriptor, from->input + from->input_bytes,
                        LOOP_INPUT_BYTES - from->input_bytes, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;

@@ -16,6 +16,7 @@ typedef struct {
     stock_wish wishes[LOOP_STOCK_WISHES_MAX];
     uint64_t last_taken_ns; /* idle stock goes back */
     int is_low;             /* fill it once the answers are out */
+    stock_wish ahead;       /* what it last reserved; room is made for as much when there is time */
 } client_stock;
 
 typedef struct {
@@ -46,7 +47,8 @@ struct loop {
     client_stock stock[STORE_CLIENTS_MAX];
     queued_notice notices[LOOP_NOTICES_MAX];
     uint64_t notices_head, notices_count;
-    uint8_t *scratch; /* answers are made here: one largest frame */
+    uint32_t prepare_next; /* the client whose turn it is to have room made for */
+    uint8_t *scratch;      /* answers are made here: one largest frame */
     loop_stats stats;
 };
 
@@ -58,6 +60,7 @@ void loop_drain_all(loop *self);
 int loop_any_ring_has_entries(const loop *self);
 void loop_refill_stock(loop *self, uint32_t client);
 void loop_return_idle_stock(loop *self, uint64_t now_ns);
+int loop_prepare_room(loop *self);
 
 /* loop_frames.c */
 #define LOOP_INPUT_BYTES (LOOP_FRAME_BYTES_MAX + 64) /* a largest frame with its header */

@@ -81,7 +81,10 @@ int loop_want_stock(loop *self, uint32_t client, uint32_t class_id, uint32_t sha
         if (is_same || (!wish->count && !place)) place = wish;
         if (is_same) break;
     }
-    if (!place) return 0;
+    if (!place) {
+        self->stats.stock_wishes_refused_total++;
+        return 0;
+    }
     uint32_t share =
         ARENA_STOCK_MAX / LOOP_STOCK_WISHES_MAX; /* so that every kind has its entries */
     *place = (stock_wish){class_id, shard, count < share * 4 ? count : share * 4};
@@ -121,6 +124,20 @@ void loop_refill_stock(loop *self, uint32_t client) {
                 store_give_up(self->state, client, &grant.reservation, 1);
         }
     }
+}
+
+/* Makes some room ahead, when the answers are out; whether there is more to make. */
+int loop_prepare_room(loop *self) {
+    uint32_t end = store_clients_end(self->state);
+    for (uint32_t i = 0; i < end; i++) {
+        uint32_t client = (self->prepare_next + i) % end;
+        stock_wish *ahead = &self->stock[client].ahead;
+        if (!ahead->count) continue;
+        self->prepare_next = client;
+        if (store_prepare_room(self->state, ahead->class_id, ahead->shard, ahead->count)) return 1;
+        ahead->count = 0;
+    }
+    return 0;
 }
 
 /* Stock that nobody has taken from for a while goes back; the next save asks over the socket, and

@@ -145,21 +145,30 @@ uint64_t ring_put(const arena_view *view, const ring_put_facts *facts, const uin
     return done;
 }
 
+/* Touches the ring has room for beside what commits may need. The caller holds the mutex. */
+static uint64_t touch_room(const arena_view *view) {
+    uint64_t room = ring_room(view->ledger), kept = ARENA_RING_MAX / 2 + view->producer->promised;
+    return room > kept ? room - kept : 0;
+}
+
 uint64_t ring_touch(const arena_view *view, uint32_t class_id, int32_t doorbell,
-                    const uint8_t *keys, uint64_t n) {
-    if (!view->ledger) return 0;
-    pthread_mutex_lock(&view->producer->mutex);
-    uint64_t room = ring_room(view->ledger);
-    room = room > view->producer->promised ? room - view->producer->promised : 0;
-    uint64_t count = n < room ? n : room;
-    for (uint64_t i = count; i-- > 0;) { /* the deepest first: the head is touched last */
-        arena_ring_entry entry = {.kind = RING_TOUCH, .class_id = class_id};
-        memcpy(entry.key, keys + i * ARENA_KEY_BYTES, ARENA_KEY_BYTES);
-        push(view->ledger, &entry);
+                    const uint8_t *keys, uint64_t n, uint64_t most) {
+    if (!view->ledger || n == 0 || pthread_mutex_trylock(&view->producer->mutex) != 0) return 0;
+    uint64_t room = touch_room(view), left = 0;
+    if (most > room) most = room;
+    if (most) {
+        uint64_t step = (n + most - 1) / most, first = view->producer->touch_turn++ % step;
+        uint64_t count = first < n ? (n - first + step - 1) / step : 0;
+        for (uint64_t i = count; i-- > 0;
+             left++) { /* the deepest first: the head is touched last */
+            arena_ring_entry entry = {.kind = RING_TOUCH, .class_id = class_id};
+            memcpy(entry.key, keys + (first + i * step) * ARENA_KEY_BYTES, ARENA_KEY_BYTES);
+            push(view->ledger, &entry);
+        }
     }
     pthread_mutex_unlock(&view->producer->mutex);
-    if (count) wake_daemon(view, doorbell);
-    return count;
+    if (left) wake_daemon(view, doorbell);
+    return left;
 }
 
 int ring_stock_offer(arena_ledger_header *ledger, uint32_t at, uint32_t class_id, uint32_t shard,
@@ -194,6 +203,15 @@ int ring_stock_peek(const arena_ledger_header *ledger, uint32_t at, uint32_t cla
     return matches ? STOCK_READY : STOCK_OTHER;
 }
 
+int ring_stock_offers(const arena_ledger_header *ledger, uint64_t reservation) {
+    const arena_stock_entry *stock = stock_of(ledger);
+    for (uint32_t at = 0; at < ARENA_STOCK_MAX; at++) {
+        uint64_t word = atomic_load_explicit(&stock[at].state, memory_order_acquire);
+        if (state_of(word) == STOCK_READY && stock[at].reservation == reservation) return 1;
+    }
+    return 0;
+}
+
 int ring_has_entries(const arena_ledger_header *ledger) {
     return atomic_load_explicit(&ledger->ring_head, memory_order_acquire) !=
            atomic_load_explicit(&ledger->ring_tail, memory_order_relaxed);
@@ -207,7 +225,7 @@ int ring_peek(arena_ledger_header *ledger, arena_ring_entry *entry) {
         atomic_store_explicit(&ledger->ring_tail, head, memory_order_release);
         return -1;
     }
-    *entry = entries_of(ledger)[tail % ARENA_RING_MAX];
+    arena_copy_once(entry, &entries_of(ledger)[tail % ARENA_RING_MAX], sizeof *entry);
     return 1;
 }
 

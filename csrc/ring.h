@@ -29,9 +29,11 @@ uint64_t ring_put(const arena_view *view, const ring_put_facts *facts, const uin
                   const uint64_t *segment_stride, const uint64_t *segment_bytes,
                   uint64_t n_segments, const uint64_t *block_ids, uint64_t n);
 
-/* Leaves word of n useful records, in chain order; returns how many the ring had room for. */
+/* Leaves word that n records, in chain order, were useful: of at most `most` of them, evenly spread
+ * and others each time. Never waits, and leaves half of the ring to commits. Returns of how many
+ * word was left: 0 when the ring is half full, or another thread is at it. */
 uint64_t ring_touch(const arena_view *view, uint32_t class_id, int32_t doorbell,
-                    const uint8_t *keys, uint64_t n);
+                    const uint8_t *keys, uint64_t n, uint64_t most);
 /* cffi: end */
 
 /* An entry of stock goes EMPTY -> READY (daemon fills it) -> TAKEN -> EMPTY (client) or READY ->
@@ -55,6 +57,8 @@ int ring_stock_revoke(arena_ledger_header *ledger, uint32_t entry, uint64_t *res
 /* What an entry is: STOCK_EMPTY, STOCK_READY of this class and shard, or STOCK_OTHER. */
 int ring_stock_peek(const arena_ledger_header *ledger, uint32_t entry, uint32_t class_id,
                     uint32_t shard);
+/* Whether the client has not taken this reservation yet, by its own word. */
+int ring_stock_offers(const arena_ledger_header *ledger, uint64_t reservation);
 int ring_has_entries(const arena_ledger_header *ledger);
 /* Copies the oldest entry out; 0 when empty; -1 when head and tail make no sense together (the
  * client wrote over its ledger), after which the ring is empty. */

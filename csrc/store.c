@@ -43,7 +43,7 @@ static void empty_lists(store *state) {
         uint32_t next = i + 1 < STORE_RESERVATIONS_MAX ? i + 1 : ARENA_NONE;
         state->reservations[i].next_of_client = next;
     }
-    state->oldest_reservation = state->newest_reservation = ARENA_NONE;
+    state->live = state->stock = (age_list){ARENA_NONE, ARENA_NONE};
     for (uint32_t i = 0; i < STORE_CLIENTS_MAX; i++)
         state->clients[i].first_reservation = ARENA_NONE;
 }
@@ -219,6 +219,8 @@ uint64_t store_drop_class(store *state, uint32_t class_id) {
 /* Events wait in a ring until the daemon's loop publishes them. When it is full the event is lost,
  * and said to be: listeners then take a snapshot, so nothing is wrong for longer than that. */
 void store_announce_event(store *state, const store_event *event) {
+    if (event->is_removed)
+        atomic_fetch_add_explicit(&state->header->removed_count, 1, memory_order_release);
     atomic_fetch_add_explicit(&state->header->change_count, 1, memory_order_release);
     if (state->events_count == STORE_EVENTS_MAX) {
         state->events_overflowed = 1;

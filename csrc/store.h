@@ -13,8 +13,10 @@ enum {
     STORE_RESERVATIONS_MAX = 65536,
     STORE_RESERVATIONS_PER_CLIENT_MAX = 8192,
     STORE_EVENTS_MAX = 65536,
-    STORE_STOCK_SHARE = 20,      /* stock is at most the arena divided by this */
-    STORE_RECORDS_MAX = 1 << 30, /* a slot number leaves one bit of 32 free */
+    STORE_STOCK_OVERDUE_MAX = 64, /* stock a client may have forgotten before it gets no more */
+    STORE_STOCK_SHARE = 20,       /* stock is at most the arena divided by this */
+    STORE_AHEAD_SHARE = 256,      /* likewise what is evicted before it is asked for */
+    STORE_RECORDS_MAX = 1 << 30,  /* a slot number leaves one bit of 32 free */
 };
 
 enum store_status {
@@ -50,7 +52,8 @@ typedef struct {
     uint64_t ephemeral_records, short_records, long_records, pinned_records, tenants;
     uint64_t ttl_expired_total, evicted_quota_total, orphaned_total, ghost_hits_total;
     uint64_t pinned_refused_total, evict_steps_total, evict_steps_most;
-    uint64_t duplicates_total, commit_stale_total, touched_total, events_lost_total;
+    uint64_t stock_overdue_total, duplicates_total, commit_stale_total, touched_total,
+        events_lost_total;
     uint64_t adopted_total, adopt_mended_total; /* mended: only its version was half-changed */
     uint64_t adopt_dropped_half_total, adopt_dropped_check_total, adopt_dropped_class_total,
         adopt_dropped_incomplete_total, adopt_dropped_place_total, adopt_dropped_extent_total;
@@ -105,8 +108,8 @@ store *store_adopt(void *index, uint64_t index_bytes, uint64_t data_bytes);
  * arena or memory is short. */
 int store_adopt_client(store *state, void *ledger, uint64_t ledger_bytes);
 void store_adopt_records(store *state);
-/* A client that was adopted says which reservations it still writes to; its others in quarantine
- * since the adoption end. */
+/* A client that comes back on a new connection says which reservations it still writes to. Its
+ * others end, but for stock: it was never told of them, or its word that they are over was lost. */
 void store_resume(store *state, uint32_t client, const uint64_t *reservations, uint64_t n);
 void store_destroy(store *state);
 
@@ -164,6 +167,11 @@ void store_give_up(store *state, uint32_t client, const uint64_t *reservations, 
  * given up. All stock together is at most a twentieth of the arena. Returns the grant's status. */
 int store_stock(store *state, uint32_t client, uint32_t class_id, uint32_t shard,
                 store_grant *grant);
+/* Evicts a few records ahead, until `count` extents for a shard are free, or a 256th of the arena
+ * is: what a client has just reserved it will want again, and then need not wait. Returns whether
+ * there is more to do. Class and shard are known to exist. */
+int store_prepare_room(store *state, uint32_t class_id, uint32_t shard, uint32_t count);
+
 /* Makes a shard of a record of a stock reservation whose bytes are in place. STORE_EXISTS: somebody
  * else saved the same first, and the space is free again. */
 int store_commit_stock(store *state, uint32_t client, uint64_t reservation,
@@ -180,7 +188,8 @@ int store_verify(store *state, const void *data, uint32_t class_id, const uint8_
 /* Drops every record of a class that is not pinned; returns how many. */
 uint64_t store_drop_class(store *state, uint32_t class_id);
 
-/* Quarantines reservations past their deadline, drops records left incomplete too long, and removes
+/* Quarantines reservations past their deadline, and stock that was out of its client's table for
+ * `incomplete_max_ns`, drops records left incomplete too long, and removes
  * a bounded number of those whose time to live has passed (see store_set_clock). */
 void store_expire(store *state, uint64_t now_ns, uint64_t incomplete_max_ns);
 

@@ -55,7 +55,7 @@ int store_adopt_client(store *state, void *memory, uint64_t ledger_bytes) {
     arena_ledger_header *ledger = memory;
     if (ledger_bytes < ARENA_LEDGER_PINS_OFFSET + state->slots) return -1;
     int sound = arena_check_ledger(state->header, ledger, ledger_bytes) == ARENA_OK;
-    uint32_t number = ledger->client;
+    uint32_t number = *(const volatile uint32_t *)&ledger->client; /* read once, then checked */
     if (!sound || !is_number_free(state, number))
         for (number = 0; number < STORE_CLIENTS_MAX && !is_number_free(state, number);) number++;
     if (number == STORE_CLIENTS_MAX || !store_enter_client(state, number, ledger)) return -1;
@@ -231,5 +231,6 @@ void store_adopt_records(store *state) {
     extents_end_adoption(state->pool);
     if (order.next) put_in_order(state, &order);
     free(order.next);
+    atomic_fetch_add_explicit(&state->header->removed_count, 1, memory_order_release);
     atomic_fetch_add_explicit(&state->header->change_count, 1, memory_order_release);
 }

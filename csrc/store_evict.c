@@ -39,6 +39,9 @@
 #define SMALL_SHARE    10   /* small is the normal records divided by this */
 #define CHAIN_WINDOW   4096 /* a parent begun so many records ago is not new any more */
 #define GHOST_WAYS     4
+#define INDEX_SPARE_SHARE                                                                          \
+    16                /* slots kept free, of all: two buckets of eight are then rarely full */
+#define AHEAD_CHUNK 8 /* evictions ahead in a go: a request that comes meanwhile waits for them */
 
 /* Who has to give: each level only when the ones before it have nothing. */
 enum level { LEVEL_EPHEMERAL, LEVEL_LONG_OVER_SHARE, LEVEL_NORMAL, LEVEL_LONG, LEVELS };
@@ -407,19 +410,30 @@ static int evict_own_size(store *state, uint32_t size, uint32_t *steps) {
     return 0;
 }
 
+/* How far a search for room has come. */
+typedef struct {
+    enum level level;
+    uint32_t blocked, steps;
+} search;
+
+/* Has the record or run whose turn it is give way for an extent of `size`; 0 when nobody can. */
+static int make_some_room(store *state, uint32_t size, search *so_far) {
+    uint32_t oldest = next_to_give(state, &so_far->level);
+    if (oldest == EXTENTS_NONE) return 0;
+    int went = oldest == size ? evict_at(state, size, so_far->level, &so_far->steps)
+                              : empty_run(state, oldest, so_far->level, &so_far->steps);
+    if (!went && (oldest == size || ++so_far->blocked % BLOCKED_MAX == 0)) so_far->level++;
+    return 1;
+}
+
 static uint32_t search_room(store *state, uint32_t size, uint32_t owner, uint32_t *steps) {
-    enum level level = 0;
-    uint32_t blocked = 0;
+    search so_far = {0, 0, 0};
     for (int attempt = 0; attempt < ROOM_TRIES_MAX; attempt++) {
         uint32_t start = extents_take(state->pool, size, owner);
         if (start != EXTENTS_NONE) return start;
-        uint32_t oldest = next_to_give(state, &level);
-        if (oldest == EXTENTS_NONE) break;
-        int went = oldest == size ? evict_at(state, size, level, steps)
-                                  : empty_run(state, oldest, level, steps);
-        if (went || (oldest != size && ++blocked % BLOCKED_MAX)) continue;
-        level++;
+        if (!make_some_room(state, size, &so_far)) break;
     }
+    *steps += so_far.steps;
     /* Runs freed so far did not lie together; the wanted size gives up one of its own. */
     return evict_own_size(state, size, steps) ? extents_take(state->pool, size, owner)
                                               : EXTENTS_NONE;
@@ -432,6 +446,27 @@ uint32_t store_make_room(store *state, uint32_t size, uint32_t owner) {
     state->stats.evict_steps_total += steps;
     if (steps > state->stats.evict_steps_most) state->stats.evict_steps_most = steps;
     return start;
+}
+
+/* Room for `count` more: extents, and index slots without emptying buckets by force, which takes
+ * whom it finds there instead of those whose turn it is. */
+static int is_prepared(const store *state, uint32_t size, uint32_t count) {
+    uint64_t records = state->stats.records_present + state->stats.records_incomplete;
+    return extents_has_room(state->pool, size, count) &&
+           records + count <= state->slots - state->slots / INDEX_SPARE_SHARE;
+}
+
+int store_prepare_room(store *state, uint32_t class_id, uint32_t shard, uint32_t count) {
+    uint64_t limit = state->header->data_bytes / STORE_AHEAD_SHARE;
+    uint64_t evicted_before = state->stats.evicted_total;
+    uint32_t size = state->class_sizes[class_id][shard];
+    uint64_t fit = limit / ((uint64_t)extents_units(state->pool, size) * ARENA_UNIT_BYTES);
+    if (count > fit) count = (uint32_t)fit;
+    search so_far = {0, 0, 0};
+    for (int attempt = 0; attempt < AHEAD_CHUNK; attempt++)
+        if (is_prepared(state, size, count) || !make_some_room(state, size, &so_far)) return 0;
+    /* Where nobody may go there is no use in trying on. */
+    return state->stats.evicted_total != evicted_before && !is_prepared(state, size, count);
 }
 
 /* Which of two records should rather go. */

@@ -68,11 +68,17 @@ enum reservation_state {
     RESERVATION_STOCK,       /* space taken ahead, for no record yet */
 };
 
-enum reservation_origin {
-    GRANTED_HERE,
-    GRANTED_BEFORE, /* by a daemon before this one */
-    STILL_WRITTEN,  /* likewise, and its writer has said that it goes on */
-    NAME_LOST,      /* likewise, under a name that could not be kept: it ends with its writer */
+enum reservation_name {
+    NAME_KNOWN,
+    NAME_SPOKEN, /* its writer, back on a new connection, has said that it goes on */
+    NAME_LOST,   /* adopted, under a name that could not be kept: it ends with its writer */
+};
+
+/* Where stock was when it was last looked at. */
+enum stock_place {
+    STOCK_OFFERED, /* in the client's table, or not looked at yet */
+    STOCK_OUT,     /* taken, and neither committed nor given up: once seen */
+    STOCK_OVERDUE, /* likewise, a whole period later */
 };
 
 /* The right of one client to write one extent. */
@@ -86,12 +92,17 @@ typedef struct {
     uint32_t extent_start;
     uint32_t extent_units;
     uint32_t next_of_slot;
-    uint32_t held;   /* its entry in the client's file */
-    uint32_t origin; /* enum reservation_origin */
-    uint64_t deadline_ns;
-    uint32_t older, newer;                       /* all live ones, by deadline */
+    uint32_t held;                               /* its entry in the client's file */
+    uint32_t name;                               /* enum reservation_name */
+    uint32_t stock_place;                        /* enum stock_place */
+    uint64_t deadline_ns;                        /* of stock: when it is looked at next */
+    uint32_t older, newer;                       /* all live ones, and all stock, by deadline */
     uint32_t previous_of_client, next_of_client; /* also the free list */
 } reservation;
+
+typedef struct {
+    uint32_t oldest, newest;
+} age_list;
 
 typedef struct {
     _Atomic uint8_t *pins; /* null: no such client */
@@ -101,6 +112,7 @@ typedef struct {
     uint32_t held_free_count;
     uint32_t first_reservation;
     uint32_t reservation_count;
+    uint32_t overdue_count;          /* stock it took and seems to have forgotten */
     uint32_t last_slot, last_serial; /* the record it last asked for: parent of the next, maybe */
 } client_book;
 
@@ -134,7 +146,8 @@ struct store {
     uint32_t wheel_second, wheel_left;
     reservation *reservations;
     uint32_t free_reservation;
-    uint32_t oldest_reservation, newest_reservation;
+    age_list live, stock;  /* reservations by deadline */
+    uint64_t stock_due_ns; /* when stock given out now is looked at */
     client_book clients[STORE_CLIENTS_MAX];
     uint64_t class_records[ARENA_CLASSES_MAX];
     uint32_t class_sizes[ARENA_CLASSES_MAX][ARENA_SHARDS_MAX]; /* extent size of each shard */

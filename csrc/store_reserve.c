@@ -10,12 +10,19 @@
  * given up, or died.  A quarantined reservation still counts against its client's limit, so one
  * client cannot put more than that out of use.
  *
+ * Stock is space that a client was given ahead.  It takes some by itself, so nobody knows when;
+ * what is out of its table for long counts as quarantined.  It is never given to anybody else
+ * before the client commits it (which still counts), gives it up, says which ones it goes on with,
+ * or is gone; and who has forgotten too much gets no more.
+ *
  * Every reservation is noted in its client's file, so that a daemon which adopts the arena keeps
  * off that space too: it stays in quarantine (or stock) under the name the client knows.
  */
 #include <stdatomic.h>
 #include <string.h>
 
+#include "arena_private.h"
+#include "ring.h"
 #include "store_private.h"
 
 static uint64_t name_of(const store *state, uint32_t index) {
@@ -32,27 +39,34 @@ static uint32_t lookup(const store *state, uint32_t client, uint64_t name) {
     return matches ? index : ARENA_NONE;
 }
 
-static void link_by_age(store *state, uint32_t index) {
+static void link_by_age(store *state, age_list *list, uint32_t index) {
     reservation *entry = &state->reservations[index];
-    entry->older = state->newest_reservation;
+    entry->older = list->newest;
     entry->newer = ARENA_NONE;
     if (entry->older != ARENA_NONE)
         state->reservations[entry->older].newer = index;
     else
-        state->oldest_reservation = index;
-    state->newest_reservation = index;
+        list->oldest = index;
+    list->newest = index;
 }
 
-static void unlink_by_age(store *state, uint32_t index) {
+static void unlink_by_age(store *state, age_list *list, uint32_t index) {
     const reservation *entry = &state->reservations[index];
     if (entry->older != ARENA_NONE)
         state->reservations[entry->older].newer = entry->newer;
     else
-        state->oldest_reservation = entry->newer;
+        list->oldest = entry->newer;
     if (entry->newer != ARENA_NONE)
         state->reservations[entry->newer].older = entry->older;
     else
-        state->newest_reservation = entry->older;
+        list->newest = entry->older;
+}
+
+/* The one at the old end whose deadline has passed, or ARENA_NONE. */
+static uint32_t next_due(const store *state, const age_list *list, uint64_t now_ns) {
+    int is_due =
+        list->oldest != ARENA_NONE && state->reservations[list->oldest].deadline_ns < now_ns;
+    return is_due ? list->oldest : ARENA_NONE;
 }
 
 /* Notes in the client's file that it may write there, before it is told so. */
@@ -90,7 +104,7 @@ static uint32_t new_reservation(store *state, uint32_t client, uint32_t class_id
     reservation *entry = &state->reservations[index];
     state->free_reservation = entry->next_of_client;
     entry->generation++;
-    entry->origin = GRANTED_HERE;
+    entry->name = NAME_KNOWN;
     entry->held = ARENA_NONE;
     entry->state = kind;
     entry->client = client;
@@ -109,7 +123,7 @@ static void bind_to_slot(store *state, uint32_t index, uint32_t slot, uint64_t d
     entry->next_of_slot = state->books[slot].reservations;
     state->books[slot].reservations = index;
     state->books[slot].reserved_mask |= 1ull << entry->shard;
-    link_by_age(state, index);
+    link_by_age(state, &state->live, index);
 }
 
 /* Gives the table entry back; the caller has taken it out of its slot or quarantine. */
@@ -137,7 +151,7 @@ static void detach_from_slot(store *state, uint32_t index) {
     while (*link != index) link = &state->reservations[*link].next_of_slot;
     *link = entry->next_of_slot;
     book->reserved_mask &= ~(1ull << entry->shard);
-    unlink_by_age(state, index);
+    unlink_by_age(state, &state->live, index);
 }
 
 static uint64_t extent_bytes(const reservation *entry) {
@@ -212,9 +226,11 @@ static uint32_t refuse(store *state, uint32_t status) {
     return status;
 }
 
+/* Each reservation needs an entry in the client's file; some may be taken by what was set aside. */
 static int is_at_limit(const store *state, uint32_t client) {
-    return state->clients[client].reservation_count >= STORE_RESERVATIONS_PER_CLIENT_MAX ||
-           state->free_reservation == ARENA_NONE;
+    const client_book *owner = &state->clients[client];
+    return owner->reservation_count >= STORE_RESERVATIONS_PER_CLIENT_MAX ||
+           owner->held_free_count == 0 || state->free_reservation == ARENA_NONE;
 }
 
 static uint32_t reserve_one(store *state, uint32_t client, uint32_t class_id, uint32_t shard,
@@ -287,10 +303,43 @@ static void end_quarantine(store *state, uint32_t index) {
     free_reservation(state, index);
 }
 
+/* Enters a reservation whose space is taken ahead. */
+static void enter_stock(store *state, uint32_t index) {
+    reservation *entry = &state->reservations[index];
+    entry->stock_place = STOCK_OFFERED;
+    entry->deadline_ns = state->stock_due_ns;
+    link_by_age(state, &state->stock, index);
+    state->stats.stock_bytes += extent_bytes(entry);
+    state->stats.stock_extents++;
+}
+
+/* Undoes enter_stock; the extent is the caller's to give back or to use. */
+static void leave_stock(store *state, uint32_t index) {
+    const reservation *entry = &state->reservations[index];
+    if (entry->stock_place == STOCK_OVERDUE) {
+        state->stats.quarantined_bytes -= extent_bytes(entry);
+        state->clients[entry->client].overdue_count--;
+        return;
+    }
+    unlink_by_age(state, &state->stock, index);
+    state->stats.stock_bytes -= extent_bytes(entry);
+    state->stats.stock_extents--;
+}
+
+/* Its client took it long ago and may still be writing: it is kept back for that client alone, and
+ * counts as quarantined, so that what others may have as stock does not shrink. */
+static void become_overdue(store *state, uint32_t index) {
+    reservation *entry = &state->reservations[index];
+    leave_stock(state, index);
+    entry->stock_place = STOCK_OVERDUE;
+    state->clients[entry->client].overdue_count++;
+    state->stats.quarantined_bytes += extent_bytes(entry);
+    state->stats.stock_overdue_total++;
+}
+
 /* Gives a stock reservation back with its extent. */
 static void end_stock(store *state, uint32_t index) {
-    state->stats.stock_bytes -= extent_bytes(&state->reservations[index]);
-    state->stats.stock_extents--;
+    leave_stock(state, index);
     extents_give(state->pool, state->reservations[index].extent_start);
     free_reservation(state, index);
 }
@@ -350,10 +399,27 @@ void store_release_client(store *state, uint32_t client) {
         give_up_one(state, state->clients[client].first_reservation);
 }
 
+/* Looks whether stock is still in its client's table. Out of it twice in a row, a whole period
+ * apart, it counts as forgotten. */
+static void look_at_stock(store *state, uint32_t index) {
+    reservation *entry = &state->reservations[index];
+    if (ring_stock_offers(state->clients[entry->client].ledger, name_of(state, index)))
+        entry->stock_place = STOCK_OFFERED;
+    else if (entry->stock_place == STOCK_OFFERED)
+        entry->stock_place = STOCK_OUT;
+    else {
+        become_overdue(state, index);
+        return;
+    }
+    unlink_by_age(state, &state->stock, index);
+    entry->deadline_ns = state->stock_due_ns;
+    link_by_age(state, &state->stock, index);
+}
+
 void store_expire(store *state, uint64_t now_ns, uint64_t incomplete_max_ns) {
-    while (state->oldest_reservation != ARENA_NONE &&
-           state->reservations[state->oldest_reservation].deadline_ns < now_ns) {
-        store_drop_incomplete(state, state->reservations[state->oldest_reservation].slot);
+    uint32_t due;
+    while ((due = next_due(state, &state->live, now_ns)) != ARENA_NONE) {
+        store_drop_incomplete(state, state->reservations[due].slot);
         state->stats.expired_total++;
     }
     while (state->pending.head != ARENA_NONE &&
@@ -361,6 +427,8 @@ void store_expire(store *state, uint64_t now_ns, uint64_t incomplete_max_ns) {
         store_drop_incomplete(state, state->pending.head);
         state->stats.expired_total++;
     }
+    state->stock_due_ns = now_ns + incomplete_max_ns;
+    while ((due = next_due(state, &state->stock, now_ns)) != ARENA_NONE) look_at_stock(state, due);
     store_expire_records(state);
 }
 
@@ -375,7 +443,9 @@ int store_stock(store *state, uint32_t client, uint32_t class_id, uint32_t shard
     uint32_t size = state->class_sizes[class_id][shard];
     uint64_t bytes = (uint64_t)extents_units(state->pool, size) * ARENA_UNIT_BYTES;
     uint64_t limit = state->header->data_bytes / STORE_STOCK_SHARE;
-    if (is_at_limit(state, client) || state->stats.stock_bytes + bytes > limit) return STORE_LIMIT;
+    int is_forgetful = state->clients[client].overdue_count >= STORE_STOCK_OVERDUE_MAX;
+    if (is_forgetful || is_at_limit(state, client) || state->stats.stock_bytes + bytes > limit)
+        return STORE_LIMIT;
     uint32_t index = new_reservation(state, client, class_id, shard, RESERVATION_STOCK);
     reservation *entry = &state->reservations[index];
     entry->extent_start = store_make_room(state, size, OWNER_RESERVATION | index);
@@ -384,8 +454,7 @@ int store_stock(store *state, uint32_t client, uint32_t class_id, uint32_t shard
         return STORE_NO_SPACE;
     }
     entry->extent_units = (uint32_t)(bytes / ARENA_UNIT_BYTES);
-    state->stats.stock_bytes += bytes;
-    state->stats.stock_extents++;
+    enter_stock(state, index);
     note_held(state, index);
     grant->reservation = name_of(state, index);
     grant->offset_bytes = (uint64_t)entry->extent_start * ARENA_UNIT_BYTES;
@@ -423,6 +492,7 @@ int store_commit_stock(store *state, uint32_t client, uint64_t name, const store
     uint32_t index = is_client(state, client) ? lookup(state, client, name) : ARENA_NONE;
     if (index == ARENA_NONE || state->reservations[index].state != RESERVATION_STOCK) {
         state->stats.commit_stale_total++;
+        if (index != ARENA_NONE) give_up_one(state, index); /* it has written what it will */
         return STORE_STALE;
     }
     reservation done = state->reservations[index];
@@ -432,8 +502,7 @@ int store_commit_stock(store *state, uint32_t client, uint64_t name, const store
         end_stock(state, index);
         return (int)refuse(state, status);
     }
-    state->stats.stock_bytes -= extent_bytes(&done);
-    state->stats.stock_extents--;
+    leave_stock(state, index);
     free_reservation(state, index);
     arena_shard shard = {wish->sum, done.extent_start, done.extent_units};
     extents_set_owner(state->pool, done.extent_start, slot);
@@ -454,11 +523,20 @@ static uint32_t place_for(const store *state, uint64_t name) {
     return ARENA_NONE;
 }
 
-static int is_sound_stock(const store *state, const arena_held *held) {
-    return held->is_stock == 1 && held->class_id < ARENA_CLASSES_MAX &&
+/* Whether an entry agrees with the class it names. */
+static int is_sound_held(const store *state, const arena_held *held) {
+    return held->class_id < ARENA_CLASSES_MAX &&
            held->shard < state->classes[held->class_id].shard_count &&
            held->extent_units ==
                extents_units(state->pool, state->class_sizes[held->class_id][held->shard]);
+}
+
+/* Whether somebody may be writing where no extent is: the slab table is wrong there, or the class
+ * is, and with it the size. All else is nonsense, of which a client's file may be full. */
+static int may_be_written(const store *state, const arena_held *held) {
+    if (extents_owner(state->pool, held->extent_start) != EXTENTS_NONE) return 0; /* committed */
+    return is_sound_held(state, held) ||
+           (held->class_id < ARENA_CLASSES_MAX && state->classes[held->class_id].is_retired == 1);
 }
 
 /* Takes one entry of a client's file over; 0 when it says nothing any more. */
@@ -466,8 +544,7 @@ static int restore(store *state, uint32_t client, uint32_t place, const arena_he
     uint32_t index = place_for(state, held->reservation);
     if (index == ARENA_NONE || !extents_claim(state->pool, held->extent_start, held->extent_units,
                                               OWNER_RESERVATION | index)) {
-        /* Committed already, when it has an owner. Else the slab table is wrong there. */
-        if (extents_owner(state->pool, held->extent_start) != EXTENTS_NONE) return 0;
+        if (!may_be_written(state, held)) return 0;
         extents_set_aside(state->pool, held->extent_start, held->extent_units);
         state->stats.adopt_set_aside_total++;
         return 1;
@@ -478,15 +555,14 @@ static int restore(store *state, uint32_t client, uint32_t place, const arena_he
                            .state = RESERVATION_QUARANTINED,
                            .client = client,
                            .held = place,
-                           .origin = has_name ? GRANTED_BEFORE : NAME_LOST,
+                           .name = has_name ? NAME_KNOWN : NAME_LOST,
                            .extent_start = held->extent_start,
                            .extent_units = held->extent_units};
-    if (is_sound_stock(state, held)) {
+    if (held->is_stock == 1 && is_sound_held(state, held)) {
         entry->state = RESERVATION_STOCK;
         entry->class_id = held->class_id;
         entry->shard = held->shard;
-        state->stats.stock_bytes += extent_bytes(entry);
-        state->stats.stock_extents++;
+        enter_stock(state, index);
     } else {
         state->stats.quarantined_bytes += extent_bytes(entry);
     }
@@ -498,7 +574,8 @@ void store_adopt_held(store *state, uint32_t client) {
     client_book *owner = &state->clients[client];
     owner->held_free_count = 0;
     for (uint32_t place = ARENA_HELD_MAX; place-- > 0;) {
-        arena_held held = owner->held[place];
+        arena_held held;
+        arena_copy_once(&held, &owner->held[place], sizeof held);
         if (held.extent_units && restore(state, client, place, &held)) continue;
         memset(&owner->held[place], 0, sizeof *owner->held);
         owner->held_free[owner->held_free_count++] = (uint16_t)place;
@@ -519,19 +596,26 @@ void store_end_adoption(store *state) {
     }
 }
 
+/* Whether a client's reservation ends unless it says that it goes on. */
+static int ends_unspoken(const reservation *entry) {
+    return entry->state != RESERVATION_STOCK && entry->name == NAME_KNOWN;
+}
+
 void store_resume(store *state, uint32_t client, const uint64_t *reservations, uint64_t n) {
     if (!is_client(state, client)) return;
     for (uint64_t i = 0; i < n; i++) {
         uint32_t index = lookup(state, client, reservations[i]);
-        if (index != ARENA_NONE && state->reservations[index].origin == GRANTED_BEFORE)
-            state->reservations[index].origin = STILL_WRITTEN;
+        if (index != ARENA_NONE && state->reservations[index].name == NAME_KNOWN)
+            state->reservations[index].name = NAME_SPOKEN;
     }
     uint32_t next = state->clients[client].first_reservation;
     while (next != ARENA_NONE) {
         uint32_t index = next;
-        const reservation *entry = &state->reservations[index];
+        reservation *entry = &state->reservations[index];
         next = entry->next_of_client;
-        if (entry->state == RESERVATION_QUARANTINED && entry->origin == GRANTED_BEFORE)
-            end_quarantine(state, index);
+        if (ends_unspoken(entry))
+            give_up_one(state, index);
+        else if (entry->name == NAME_SPOKEN)
+            entry->name = NAME_KNOWN; /* until it comes back once more */
     }
 }

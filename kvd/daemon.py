@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +110,7 @@ class Daemon:
         self.loop = Loop(self.store.handle, reservation_s=RESERVATION_DEADLINE_S, incomplete_s=INCOMPLETE_MAX_S)
         self.store.guard = self.loop
         self._processes = ClientProcesses(
-            self._folder, self.store, self.loop, wanted.ledger_bytes, self._on_process_ended
+            self._folder, self.store, self.loop, wanted.ledger_bytes, self._close_connections
         )
         self._undo.callback(self._end_store)
         for number, ledger in self._arena.clients:
@@ -276,23 +276,33 @@ class Daemon:
             "pub": self.events.publish_endpoint,
             "snapshot": self.events.snapshot_endpoint,
         }
-        process: ClientProcess | None = None
-        descriptors: list[int] = []
         if request.get("role") == "engine":
             if connection.is_sending:
                 raise RefusedError("HELLO comes first on a connection")
             process = self._resume(connection, request) or self._admit(connection, request)
             answer |= {"client": process.number, "token": process.token}
-            opened = [self._index_read_only(), self._processes.open_lock(process)]
-            descriptors = [
-                opened[0], self._arena.data.descriptor, process.ledger.descriptor, self.loop.doorbell, opened[1]
-            ]  # fmt: skip
-        payload = encode(Message.HELLO, Kind.ANSWER, frame.request_id, protocol.encode_json(answer))
-        connection.send(payload, descriptors)
-        if process is not None:
-            for descriptor in opened:
-                os.close(descriptor)
+            try:
+                with ExitStack() as opened:
+                    descriptors = self._open_for(process, opened)
+                    connection.send(_hello_answer(frame, answer), descriptors)
+            except OSError:
+                self._processes.lost_connection(process)
+                raise
             self._serve(connection, process)
+            return
+        connection.send(_hello_answer(frame, answer))
+
+    def _open_for(self, process: ClientProcess, opened: ExitStack) -> list[int]:
+        """Descriptors for an engine, in the order of the protocol; those made for it are closed with `opened`.
+
+        Raises:
+            OSError: when there are too many open files.
+        """
+        index = self._index_read_only()
+        opened.callback(os.close, index)
+        lock = self._processes.open_lock(process)
+        opened.callback(os.close, lock)
+        return [index, self._arena.data.descriptor, process.ledger.descriptor, self.loop.doorbell, lock]
 
     def _serve(self, connection: Connection, process: ClientProcess) -> None:
         """From here on the hot thread reads this engine's socket."""
@@ -301,8 +311,8 @@ class Daemon:
         if name:
             self._served[name] = process
             process.connections.add(name)
-        elif not process.connections and not process.has_spoken:
-            self._processes.forget(process)
+        else:
+            self._processes.lost_connection(process)
 
     def _on_notices(self) -> None:
         for notice in self.loop.notices():
@@ -312,6 +322,8 @@ class Daemon:
                 self._on_served_closed(notice.connection)
             elif process is not None:
                 process.has_spoken = True
+                if notice.message == Message.BYE:
+                    process.connections.discard(notice.connection)  # closed once the answer is sent
                 self.loop.send(notice.connection, self._reply(process, notice))
                 if process not in self._processes:
                     self._served.pop(notice.connection, None)
@@ -321,11 +333,9 @@ class Daemon:
         process = self._served.pop(name, None)
         if process is None:
             return
-        # Not the end of its pins: a copy may still run. The pidfd says when the process is gone. But who
-        # gave up before our answer to HELLO came knows nothing of this client and will start a new one.
+        # Not the end of its pins: a copy may still run. The pidfd says when the process is gone.
         process.connections.discard(name)
-        if not process.connections and not process.has_spoken:
-            self._processes.forget(process)
+        self._processes.lost_connection(process)
 
     def _reply(self, process: ClientProcess, notice: Notice) -> bytes:
         """The frame that answers a request of an engine."""
@@ -350,8 +360,10 @@ class Daemon:
         name, pid = str(request.get("name", "?")), int(str(request.get("pid", 0)))
         return self._processes.admit(connection.received, name, pid)
 
-    def _on_process_ended(self, process: ClientProcess) -> None:
-        for name in process.connections:
+    def _close_connections(self, process: ClientProcess) -> None:
+        """Close them at once: what is still to be read from them is not answered any more."""
+        while process.connections:
+            name = process.connections.pop()
             self._served.pop(name, None)
             self.loop.close_connection(name)
 
@@ -378,7 +390,6 @@ class Daemon:
             case Message.VERIFY:
                 return self._verify(frame.payload)
             case Message.BYE:
-                process.connections.clear()  # closed once the answer is sent
                 self._processes.forget(process)
                 return b""
         raise RefusedError(f"unknown message type {frame.message}; this is infera-kvd {VERSION}")
@@ -522,6 +533,10 @@ class Daemon:
             ],
             "metrics": self.metrics(),
         }
+
+
+def _hello_answer(frame: Frame, answer: dict[str, object]) -> bytes:
+    return encode(Message.HELLO, Kind.ANSWER, frame.request_id, protocol.encode_json(answer))
 
 
 def _check_batch(entries: bytes, entry_bytes: int) -> None:

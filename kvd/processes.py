@@ -22,7 +22,7 @@ from kvd.protocol import RefusedError
 from kvd.store import Store, StoreRefusedError
 
 LOCK_POLL_INTERVAL_S = 0.5
-NAME_CHARACTERS_MAX = 47
+NAME_BYTES_MAX = 47
 
 log = logging.getLogger("kvd")
 
@@ -46,18 +46,18 @@ class ClientProcess:
 class ClientProcesses:
     """The processes of one daemon, by number.
 
-    `on_ended` is called for each that is forgotten, to close its connections.
+    `close_connections` closes those of a process, when it is forgotten or has come back on a new one.
     """
 
     def __init__(
         self, folder: ArenaFolder, store: Store, loop: Loop, ledger_bytes: int,
-        on_ended: Callable[[ClientProcess], None],
+        close_connections: Callable[[ClientProcess], None],
     ) -> None:  # fmt: skip
         self._folder = folder
         self._store = store
         self._loop = loop
         self._ledger_bytes = ledger_bytes
-        self._on_ended = on_ended
+        self._close_connections = close_connections
         self._by_number: dict[int, ClientProcess] = {}
         self._next_poll: asyncio.TimerHandle | None = None
 
@@ -76,6 +76,7 @@ class ClientProcesses:
         """
         if not received or not is_pidfd(received[0]):
             raise RefusedError("a client must send a pidfd of itself with HELLO")
+        name = name.encode(errors="replace")[:NAME_BYTES_MAX].decode(errors="ignore")
         token = secrets.randbits(63)
         ledger = self._folder.create(f"{secrets.token_hex(8)}.ledger", self._ledger_bytes)
         try:
@@ -83,7 +84,6 @@ class ClientProcesses:
         except StoreRefusedError:
             ledger.close()
             raise
-        name = name[:NAME_CHARACTERS_MAX]
         self._store.describe_client(number, pid, name)
         process = ClientProcess(number, name, pid, token, ledger, None)
         self._by_number[number] = process
@@ -102,17 +102,30 @@ class ClientProcesses:
     def resume(self, number: object, token: object, writing: object, received: list[int]) -> ClientProcess | None:
         """The process of an earlier connection, when it proves to be the same.
 
-        `writing` lists the reservations it still writes to: of what an earlier daemon granted it, the rest is free.
+        `writing` lists the reservations it still writes to. The rest is free: an earlier daemon granted them, or the
+        answer never reached the client, or its word that it had finished never came here. What an older connection
+        still holds would be granted to nobody, so those are closed.
         """
         process = self._by_number.get(number) if isinstance(number, int) else None
         if process is None or process.token != token:
             return None
         if process.pidfd is None and received and is_pidfd(received[0]):
             self._watch(process, received.pop(0))
-            if isinstance(writing, list) and all(type(name) is int and 0 <= name < 2**64 for name in writing):
-                self._store.resume(process.number, b"".join(name.to_bytes(8, "little") for name in writing))
             log.info("client resumed number=%d name=%s pid=%d", process.number, process.name, process.pid)
+        if isinstance(writing, list) and all(type(name) is int and 0 <= name < 2**64 for name in writing):
+            self._close_connections(process)
+            self._store.resume(process.number, b"".join(name.to_bytes(8, "little") for name in writing))
         return process
+
+    def lost_connection(self, process: ClientProcess) -> None:
+        """Forget a process without a connection that does not know its ledger: it gave up before our answer to HELLO
+        came, and will start as a new client. Who has locked its ledger knows it, and may read without a word to us."""
+        if process.connections or process.has_spoken or process not in self:
+            return
+        if is_locked(process.ledger.descriptor):
+            self._poll_later()
+        else:
+            self.forget(process)
 
     def forget(self, process: ClientProcess) -> None:
         """The process is gone, or says so: free all it held."""
@@ -122,7 +135,7 @@ class ClientProcesses:
             self._store.detach(process.number)
         process.ledger.close()
         del self._by_number[process.number]
-        self._on_ended(process)
+        self._close_connections(process)
 
     def close(self, *, keep_files: bool) -> None:
         """Let go of all. With `keep_files`, what live clients hold stays noted in their ledgers for the next daemon.
@@ -162,7 +175,7 @@ class ClientProcesses:
     def _poll_locks(self) -> None:
         self._next_poll = None
         for process in self:
-            if process.pidfd is None:
+            if process.pidfd is None or not (process.connections or process.has_spoken):
                 if is_locked(process.ledger.descriptor):
                     self._poll_later()
                 else:

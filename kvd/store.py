@@ -268,7 +268,6 @@ class Store:
         """Note that these records, in chain order, were useful."""
         lib.store_touch(self._handle, class_id, keys, len(keys) // KEY_BYTES)
 
-    @_guarded
     def verify(self, data: Any, class_id: int, keys: bytes) -> int:
         """Check records against their checksums, drop the damaged ones; returns how many those were.
 
@@ -276,7 +275,10 @@ class Store:
         """
         view = ffi.from_buffer(data)
         starts = range(0, len(keys), KEY_BYTES)
-        statuses = [lib.store_verify(self._handle, view, class_id, keys[i : i + KEY_BYTES]) for i in starts]
+        statuses = []
+        for start in starts:  # others get their turn between two records, which may be large
+            with self.guard:
+                statuses.append(lib.store_verify(self._handle, view, class_id, keys[start : start + KEY_BYTES]))
         ffi.release(view)
         return statuses.count(lib.STORE_DAMAGED)
 
@@ -319,14 +321,17 @@ class Store:
         """Apply deadlines."""
         lib.store_expire(self._handle, now_ns, incomplete_max_ns)
 
-    @_guarded
     def take_events(self) -> tuple[list[StoreEvent], bool]:
-        """Return pending events, runs of one kind joined, and whether some were lost before them."""
+        """Return pending events, runs of one kind joined, and whether some were lost before them.
+
+        The lock is held only to take them out: making objects of thousands would keep clients waiting.
+        """
         events: list[StoreEvent] = []
         any_lost = False
         lost = ffi.new("int *")
         while True:
-            taken = lib.store_take_events(self._handle, self._events, EVENTS_PER_TAKE, lost)
+            with self.guard:
+                taken = lib.store_take_events(self._handle, self._events, EVENTS_PER_TAKE, lost)
             any_lost = any_lost or bool(lost[0])
             events.extend(self._joined(taken))
             if taken < EVENTS_PER_TAKE:

@@ -107,7 +107,7 @@ static void save_and_tell(const arena_view *view, const uint8_t *input, size_t s
     uint32_t depths[3] = {1, 2, 3};
     facts.class_id += size > 3 ? input[3] & 1u : 0;
     ring_put(view, &facts, keys, depths, &base, &stride, &bytes, 1, ids, 3);
-    ring_touch(view, class_id, -1, keys, KEYS);
+    ring_touch(view, class_id, -1, keys, KEYS, KEYS);
     arena_ring_entry entry;
     uint64_t reservation;
     for (int i = 0; i < 8 && ring_peek((arena_ledger_header *)ledger_file, &entry) > 0; i++)
@@ -140,6 +140,13 @@ static void look_up(const arena_view *view) {
     arena_unpin(view, ARENA_NO_SLOT);
     arena_pins_held(view);
     arena_change_count(view);
+    arena_removed_count(view);
+    arena_question questions[2] = {{keys, full_mask, class_id, KEYS, 3, 0},
+                                   {keys, full_mask, class_id, 0, 0, 0}};
+    uint32_t turn = 0;
+    for (int were_removed = 0; were_removed < 2; were_removed++)
+        arena_ask_again(view, questions, 2, were_removed, 4, &turn);
+    require(questions[0].found <= KEYS && questions[1].found == 0);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size) {

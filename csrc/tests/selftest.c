@@ -203,7 +203,7 @@ static void *save_for_ever(void *argument) {
                                  &shapes[class_id].bytes[0], 1, &block_id, 1);
         self->pins += done;
         self->misses += !done;
-        if (roll(&source, 8) == 0) (void)ring_touch(self->view, class_id, -1, key, 1);
+        if (roll(&source, 8) == 0) (void)ring_touch(self->view, class_id, -1, key, 1, 1);
     }
     return NULL;
 }

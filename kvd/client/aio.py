@@ -56,6 +56,10 @@ class AsyncKvdClient:
         """Number of leading keys present with all shards. Does not wait, hence no coroutine."""
         return self._client.probe_run(spec, keys)
 
+    def touch(self, spec: RecordSpec, keys: bytes) -> int:
+        """See `KvdClient.touch`. Does not wait, hence no coroutine."""
+        return self._client.touch(spec, keys)
+
     @asynccontextmanager
     async def pinned(self, spec: RecordSpec, keys: bytes) -> AsyncIterator[PinnedRun | None]:
         """The leading records that are present, pinned inside the `async with`; None for none."""

@@ -16,6 +16,8 @@ from infera_core import ffi, lib
 from kvd.client.lock import LedgerLock
 
 KEY_BYTES = 16
+TOUCHES_MAX = 2048
+"""Records of one run whose use is told: half of what the ring holds."""
 POPULATE_CHUNK_BYTES = 8 << 20
 """Mapped in one go: a few milliseconds during which the process cannot change its mappings."""
 
@@ -91,12 +93,20 @@ class Arena:
         self._doorbell = doorbell
         try:
             self._lock = None if lock is None else LedgerLock(lock)
-            self._index = mmap.mmap(index, 0, prot=mmap.PROT_READ)
-            self._data = mmap.mmap(data, 0)
-            self._ledger = mmap.mmap(ledger, 0)
+            try:
+                self._map(index, data, ledger)
+            except BaseException:
+                if self._lock is not None:
+                    self._lock.close()  # before the connection: the daemon takes who holds it for a user of the arena
+                raise
         finally:
             for descriptor in (index, data, ledger):
                 os.close(descriptor)
+
+    def _map(self, index: int, data: int, ledger: int) -> None:
+        self._index = mmap.mmap(index, 0, prot=mmap.PROT_READ)
+        self._data = mmap.mmap(data, 0)
+        self._ledger = mmap.mmap(ledger, 0)
         # The buffers keep the mappings alive as long as anybody holds this object.
         self._buffers = [ffi.from_buffer(part) for part in (self._index, self._data, self._ledger)]
         self.data_address = int(ffi.cast("uintptr_t", self._buffers[1]))
@@ -158,6 +168,14 @@ class Arena:
         """`change_count` as a function that costs as little as a call can. Valid while this object is."""
         return functools.partial(lib.arena_change_count, self._view)
 
+    def removed_count(self) -> int:
+        """How many records were ever removed: while it stays the same, what was found is still there."""
+        return int(lib.arena_removed_count(self._view))
+
+    def ask_again(self, questions: Any, count: int, were_removed: bool, whole_keys_max: int, turn: Any) -> None:
+        """Bring the first `count` of a C array of `arena_question` up to date; see csrc/arena.h."""
+        lib.arena_ask_again(self._view, questions, count, were_removed, whole_keys_max, turn)
+
     def populate_in_background(self) -> None:
         """Enter all pages in this process's page tables, from a thread that ends with this object.
 
@@ -189,10 +207,14 @@ class Arena:
         base, stride, size, count = facts.segments
         return int(lib.ring_put(self._view, c_facts, keys, depths, base, stride, size, count, blocks, len(block_ids)))
 
-    def touch(self, class_id: int, keys: bytes) -> int:
-        """Leave word that these records, in chain order, were useful; returns how many found room."""
-        bell = -1 if self._doorbell is None else self._doorbell
-        return int(lib.ring_touch(self._view, class_id, bell, keys, len(keys) // KEY_BYTES))
+    def touch(self, class_id: int, keys: bytes, most: int = TOUCHES_MAX, *, rings: bool = True) -> int:
+        """Leave word that these records, in chain order, were useful; returns of how many.
+
+        Of more than `most` some are chosen, others each time. Never waits, leaves half of the ring to saves,
+        and without `rings` makes no system call: the daemon finds it when it looks next, within half a second.
+        """
+        bell = self._doorbell if rings and self._doorbell is not None else -1
+        return int(lib.ring_touch(self._view, class_id, bell, keys, len(keys) // KEY_BYTES, most))
 
     def __del__(self) -> None:
         if self._doorbell is not None:

@@ -26,6 +26,8 @@ CALL_TIMEOUT_S = 0.5
 """A daemon that does not answer a save for so long is treated as gone."""
 STOCK_COUNT = 64
 """Extents a saving process asks to have reserved ahead."""
+TOUCHES_SAMPLED = 256
+"""Records of one chain that `touch` tells of in one call."""
 NOTICES_MAX = 256
 """Hits and damage waiting to be told; the oldest is forgotten first, which costs accuracy, not bytes."""
 
@@ -134,6 +136,8 @@ class KvdClient:
         self._call(Message.BYE, b"")
         with self._call_lock:
             self._disconnect("")
+            # Its lock on the ledger ends with the last pin or grant: a daemon that comes back need not keep it.
+            self._arena = self._resume = None
 
     # ---- reading ----
 
@@ -154,6 +158,24 @@ class KvdClient:
             return None
         session.arena.touch(session.class_ids[spec], keys[: len(slots) * KEY_BYTES])
         return PinnedRun(session.arena, slots)
+
+    def touch(self, spec: RecordSpec, keys: bytes) -> int:
+        """Tell that records of one chain were useful without being read here, such as those an engine's own
+        cache on the device had; else the daemon takes them for unused and evicts them first. Cheap enough for
+        every request: no system call, no wait. Returns how many were told.
+
+        Of a long chain only `TOUCHES_SAMPLED` are, others each time. None are without a daemon, or when word
+        of more uses waits than the daemon has taken in: it learns of them the next time.
+
+        Raises:
+            ValueError: when `keys` is not a whole number of keys.
+        """
+        if len(keys) % KEY_BYTES:
+            raise ValueError(f"keys have {KEY_BYTES} bytes each; {len(keys)} bytes are not a whole number of them")
+        session = self.session()
+        if session is None:
+            return 0
+        return session.arena.touch(session.class_ids[spec], keys, TOUCHES_SAMPLED, rings=False)
 
     def report_damaged(self, spec: RecordSpec, keys: bytes) -> None:
         """Have the daemon check records whose bytes were wrong, and drop them, so that the next request
@@ -207,6 +229,9 @@ class KvdClient:
 
         Takes space reserved ahead and does not wait for the daemon as long as there is some; asks over
         the socket for the rest. `keys` has 16 bytes a block.
+
+        Raises:
+            ValueError: when the copier's blocks are not as large as a shard.
         """
         session = self.session()
         if session is None or not block_ids:
@@ -230,6 +255,10 @@ class KvdClient:
         last = self._last_put
         if last and last[0] is session and last[1] is spec and last[2] is copier and last[3] == (shard, *terms):
             return last[4]
+        if copier.object_bytes != spec.shard_bytes[shard]:
+            raise ValueError(
+                f"the copier moves {copier.object_bytes} bytes a block; a shard has {spec.shard_bytes[shard]} bytes"
+            )
         retention, ttl_s, tenant_tag = terms
         facts = PutFacts(
             session.class_ids[spec], shard, copier.segments, flags=retention_number(retention), ttl_s=ttl_s,

@@ -79,7 +79,12 @@ class ClientConnection:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise UnavailableError(f"infera-kvd sent {len(descriptors)} descriptors instead of {DESCRIPTORS_EXPECTED}")
-        return protocol.decode_json(answer), descriptors
+        try:
+            return protocol.decode_json(answer), descriptors
+        except ProtocolError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
 
     def observe(self) -> dict[str, Any]:
         """Introduce this process as an observer; returns what the daemon says of itself."""

@@ -237,3 +237,62 @@ def death(drains_first: bool) -> list[str] | None:
 def test_a_dead_clients_ring_is_drained_before_its_space_is_released() -> None:
     assert death(drains_first=True) is None
     assert death(drains_first=False)
+
+
+# ---- stock that stays out for long, and what a client that comes back still writes to (csrc/store_reserve.c) ----
+
+
+def overdue(stays_its_own: bool) -> list[str] | None:
+    """A client takes an extent and is slow; the daemon sees twice that it is out and counts it as quarantined."""
+    client: list[Step] = [
+        Swap("state", READY, EMPTY, "won"),
+        Go(lambda r: not r["won"], 5),
+        Set("Writing", 1),
+        Set("Writing", 0),
+        Store("head", 1, release=True),
+    ]
+    give_away: list[Step] = [Wait("head", 1)] if stays_its_own else []
+    daemon: list[Step] = [
+        Load("state", "first"),
+        Load("state", "second"),
+        Go(lambda r: r["first"] == READY or r["second"] == READY, 4 + len(give_away)),
+        *give_away,
+        Set("Reused", 1),
+    ]
+    return explore(
+        {"state": READY, "head": 0},
+        [client, daemon],
+        lambda _, facts: bool(facts.get("Writing") and facts.get("Reused")),
+    )
+
+
+def test_overdue_stock_is_not_reused_under_a_slow_client() -> None:
+    assert overdue(stays_its_own=True) is None
+    assert overdue(stays_its_own=False)
+
+
+def coming_back(says_so_first: bool) -> list[str] | None:
+    """A client with a copy under way comes back on a new connection; the daemon frees what it does not speak of.
+
+    The list is made after the last grant was noted and before HELLO is sent, so it has every extent written to.
+    """
+    note: list[Step] = [Store("listed", 1)]
+    copying: list[Step] = [Set("Writing", 1)]
+    hello: list[Step] = [Store("hello", 1, release=True)]
+    client = [*note, *copying, *hello] if says_so_first else [*copying, *hello, *note]
+    daemon: list[Step] = [
+        Wait("hello", 1),
+        Load("listed", "listed"),
+        Go(lambda r: r["listed"] == 1, 4),
+        Set("Reused", 1),
+    ]
+    return explore(
+        {"listed": 0, "hello": 0},
+        [[*client, Set("Writing", 0)], daemon],
+        lambda _, facts: bool(facts.get("Writing") and facts.get("Reused")),
+    )
+
+
+def test_what_a_client_still_writes_to_is_noted_before_it_comes_back() -> None:
+    assert coming_back(says_so_first=True) is None
+    assert coming_back(says_so_first=False)

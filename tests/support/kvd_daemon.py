@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -77,6 +78,12 @@ class DaemonProcess:
         """Send it a signal."""
         assert self.popen is not None
         self.popen.send_signal(number)
+
+    def freeze(self) -> None:
+        """SIGSTOP, and wait until all its threads have stopped. SIGCONT lets it go on."""
+        self.send(signal.SIGSTOP)
+        assert self.popen is not None
+        os.waitid(os.P_PID, self.popen.pid, os.WSTOPPED | os.WNOWAIT)
 
     def kill(self) -> None:
         """SIGKILL."""

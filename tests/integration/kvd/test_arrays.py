@@ -1,4 +1,4 @@
-"""Single objects from and to any memory, and look-ups that are remembered, with the real daemon."""
+"""Single objects from and to any memory, with the real daemon."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.client import lookups
 from kvd.client.arrays import get_array, get_buffer, put_array, put_buffer
-from kvd.client.lookups import RepeatedLookups
 from tests.support.kvd_daemon import DaemonProcess, running
 from tests.support.kvd_user import SPEC, KvdUser, key_of
 from tests.support.processes import wait_until
@@ -89,62 +87,3 @@ def test_numpy_arrays(user: KvdUser) -> None:
     assert get_array(user.client, SPEC, key_of(5), "float32", content.shape) is None
     with pytest.raises(ValueError, match="ascontiguousarray"):
         put_array(user.client, SPEC, key_of(4), content.T)
-
-
-# ---- look-ups asked again ----
-
-
-def test_an_answer_is_remembered_until_something_changes(user: KvdUser) -> None:
-    asked = RepeatedLookups(user.client)
-    keys = key_of(10) + key_of(11) + key_of(12)
-    assert asked.probe_run("a", SPEC, keys) == 0
-    put(user, key_of(10), bytes(SIZE))
-    assert asked.probe_run("a", SPEC, keys) == 1
-    put(user, key_of(11), bytes(SIZE))
-    assert asked.probe_run("a", SPEC, keys) == 2
-    # The remembered answer, whatever the keys: nothing was looked up.
-    assert asked.probe_run("a", SPEC, b"") == 2
-    asked.forget("a")
-    assert asked.probe_run("a", SPEC, b"") == 0
-
-
-def test_a_removal_is_noticed(daemon: DaemonProcess, user: KvdUser) -> None:
-    asked = RepeatedLookups(user.client)
-    put(user, key_of(20), bytes(SIZE))
-    assert asked.probe_run(1, SPEC, key_of(20)) == 1
-    daemon.drop(SPEC.namespace)
-    assert asked.probe_run(1, SPEC, key_of(20)) == 0
-
-
-def test_questions_are_bounded(user: KvdUser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "REMEMBERED_MAX", 4)
-    asked = RepeatedLookups(user.client)
-    for number in range(20):
-        assert asked.probe_run(number, SPEC, key_of(number)) == 0
-        assert len(asked._answers) <= 4
-
-
-def test_a_forked_child_finds_nothing(user: KvdUser) -> None:
-    put(user, key_of(30), bytes(SIZE))
-    asked = RepeatedLookups(user.client)
-    assert asked.probe_run(1, SPEC, key_of(30)) == 1
-    child = os.fork()
-    if child == 0:
-        os._exit(asked.probe_run(1, SPEC, key_of(30)))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert asked.probe_run(1, SPEC, key_of(30)) == 1
-
-
-def test_after_a_restart_nothing_old_is_answered() -> None:
-    daemon = DaemonProcess().start()
-    try:
-        user = KvdUser(daemon.socket)
-        put(user, key_of(1), bytes(SIZE))
-        asked = RepeatedLookups(user.client)
-        assert asked.probe_run(1, SPEC, key_of(1)) == 1
-        daemon.kill()
-        wait_until(lambda: user.client.session() is None, "the client noticed")
-        assert asked.probe_run(1, SPEC, key_of(1)) == 0
-        user.client.close()
-    finally:
-        daemon.clean_up()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 import re
 import signal
 import subprocess
@@ -13,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.client.client import KvdClient, RecordSpec
+from kvd.client.copier import CpuCopier, Segment
 from tests.support.kvd_daemon import DaemonProcess
 from tests.support.kvd_user import SPEC, KvdUser, Loaded, UserProcess, key_of, location
 from tests.support.processes import ROOT, call, free_port, wait_until
@@ -147,6 +151,83 @@ def test_a_frozen_daemon_holds_nobody_up(daemon: DaemonProcess, here: KvdUser, n
     wait_until(lambda: daemon.metrics()["connections"] == 2, "abandoned connections are gone")
     assert daemon.metrics()["clients"] == 1
     assert new_user().do("load", *range(10)) == {"found": 10, "damaged": 0, "wrong": 0}
+
+
+def test_saves_given_up_while_the_daemon_was_frozen_leave_no_space_behind(daemon: DaemonProcess, here: KvdUser) -> None:
+    """The daemon answers later, to nobody. What it granted then belonged to a live client that knew nothing of it:
+    quarantined after 30 s, for as long as that process lived, and again with each such pause."""
+    assert here.save([key_of(1)]) == 1
+    for round_number in range(3):
+        before = here.client.connects_total
+        daemon.freeze()
+        assert here.reserve([key_of(100 + 10 * round_number + i) for i in range(10)]) == 0
+        daemon.send(signal.SIGCONT)
+        wait_until(lambda before=before: here.client.connects_total > before, "the client is back")
+    wait_until(lambda: daemon.metrics()["reservations"] == 0, "nothing is held for it")
+    assert daemon.metrics()["quarantined_bytes"] == 0
+    assert here.probe([key_of(1)]) == 1
+    assert daemon.status(audit=True)["audit"] is None
+
+
+def test_what_is_being_written_survives_a_lost_connection(daemon: DaemonProcess, here: KvdUser) -> None:
+    """The other half: what its client does know of stays its own, and can still be committed."""
+    keys = [key_of(number) for number in range(5)]
+    assert here.reserve(keys) == 5
+    before = here.client.connects_total
+    daemon.freeze()
+    assert here.client.reserve(SPEC, 0, [key_of(50)], [1]) == []
+    daemon.send(signal.SIGCONT)
+    wait_until(lambda: here.client.connects_total > before, "the client is back")
+    wait_until(lambda: daemon.metrics()["reservations"] == 5, "what it knows nothing of is free")
+    sums = here.copy(here.grants, keys)
+    assert here.client.commit(here.grants, sums) == 5
+    assert here.load(keys) == Loaded(found=5)
+
+
+def test_a_copier_of_another_size_than_the_record_is_refused(daemon: DaemonProcess, here: KvdUser) -> None:
+    """A larger one would write over what lies behind the record, which is somebody else's."""
+    for size in (SPEC.shard_bytes[0] - 1, SPEC.shard_bytes[0] + 1):
+        memory = ctypes.create_string_buffer(size)
+        copier = CpuCopier([Segment(ctypes.addressof(memory), size, size)])
+        with pytest.raises(ValueError, match="40000 bytes"):
+            here.client.put(SPEC, 0, key_of(1), [1], copier, [0])
+
+
+def test_open_files_do_not_grow_with_clients_that_came_and_went(daemon: DaemonProcess) -> None:
+    def come_and_go() -> int:
+        client = KvdClient(daemon.socket, "guest", [SPEC])
+        client.start()
+        assert client.session() is not None
+        client.close()
+        del client
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    most = max(come_and_go() for _ in range(3))
+    assert max(come_and_go() for _ in range(10)) <= most + 3, "ten more came, but for a thread that is just ending"
+
+
+def test_records_hot_in_the_engines_own_cache_are_kept(daemon: DaemonProcess, here: KvdUser) -> None:
+    """They are served from the device, so nobody reads them here; without a word they would be the first to go."""
+    hot, cold = [key_of(number) for number in range(200)], [key_of(number) for number in range(1000, 1200)]
+    for keys in (hot, cold):
+        assert here.save(keys) == 200
+    touched = here.client.touch(SPEC, b"".join(hot))
+    assert touched == 200
+    wait_until(lambda: daemon.metrics()["touched_total"] >= touched, "the daemon knows")
+    here.save([key_of(number) for number in range(2000, 3500)])
+    kept = [sum(here.probe([key]) for key in keys) for keys in (hot, cold)]
+    assert kept[0] >= 180, kept  # where many in a row were used, a few give way: a save looks at 64 at most
+    assert kept[1] == 0, kept
+
+
+def test_touch_without_a_daemon_or_keys_does_nothing(daemon: DaemonProcess, here: KvdUser) -> None:
+    assert here.client.touch(SPEC, b"") == 0
+    with pytest.raises(ValueError, match="16 bytes each"):
+        here.client.touch(SPEC, b"short")
+    daemon.kill()
+    wait_until(lambda: here.client.session() is None, "the client noticed")
+    assert here.client.touch(SPEC, key_of(1)) == 0
 
 
 def test_a_client_without_a_daemon_finds_it_later(daemon: DaemonProcess) -> None:

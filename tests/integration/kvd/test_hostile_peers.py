@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -9,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,6 +247,72 @@ def test_a_client_that_left_before_the_answer_to_hello_is_forgotten(daemon: Daem
     assert daemon.metrics()["clients"] == 0
 
 
+def facts_of(frame: protocol.Frame) -> dict[str, Any]:
+    """What a HELLO's answer says, as far as one needs it to come back."""
+    said = json.loads(frame.payload)
+    return {name: said[name] for name in ("instance", "client", "token")}
+
+
+def say_hello(sock: socket.socket, **changes: Any) -> dict[str, Any]:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        frame = ask(sock, Message.HELLO, hello(**changes), pidfd)
+    finally:
+        os.close(pidfd)
+    assert frame.kind == Kind.ANSWER
+    return facts_of(frame)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\ud800" * 100, "x" * 100_000, None, ["a"], 5])
+def test_a_hello_with_a_nonsense_name_leaves_no_client(daemon: DaemonProcess, raw: socket.socket, name: object) -> None:
+    """One that cannot be written down used up a client's place and ledger for as long as the daemon ran."""
+    pidfd = os.pidfd_open(os.getpid())
+    frame = ask(raw, Message.HELLO, hello(name=name), pidfd)
+    os.close(pidfd)
+    assert daemon.metrics()["clients"] == (frame.kind == Kind.ANSWER)
+    if frame.kind == Kind.ANSWER:
+        bye(raw)
+
+
+def test_a_client_that_leaves_on_two_connections_takes_nobody_along(daemon: DaemonProcess, raw: socket.socket) -> None:
+    """After the first BYE its number may be somebody else's; the second must not end that one."""
+    me = say_hello(raw)
+    with socket.socket(socket.AF_UNIX) as again:
+        again.settimeout(10)
+        again.connect(str(daemon.socket))
+        assert say_hello(again, **me) == me
+        bye(raw)
+        innocent = KvdUser(daemon.socket)
+        innocent.save([key_of(7)])
+        assert innocent.pin([key_of(7)]) == 1
+        (client,) = daemon.status()["clients"]
+        assert client["number"] == me["client"], "the number was given again"
+        with contextlib.suppress(OSError):
+            again.sendall(encode(Message.BYE, Kind.REQUEST, 1, b""))
+        assert again.recv(1000) == b"", "it was closed with the first"
+        assert daemon.status()["clients"] == [client]
+        daemon.drop(innocent.spec.namespace)
+        assert daemon.metrics()["records_present"] == 1, "its pin counts"
+        innocent.release()
+        innocent.client.close()
+
+
+def test_a_client_that_has_locked_its_ledger_lives_on_without_a_connection(
+    daemon: DaemonProcess, raw: socket.socket
+) -> None:
+    """It may look up, pin and read without another word to the daemon."""
+    connection = ClientConnection.open(daemon.socket, timeout_s=10)
+    _, descriptors = connection.hello("quiet")
+    fcntl.flock(descriptors[4], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    before = daemon.metrics()["connections"]
+    connection.close()
+    wait_until(lambda: daemon.metrics()["connections"] == before - 1, "its connection is gone")
+    assert [client["name"] for client in daemon.status()["clients"]] == ["quiet"]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    wait_until(lambda: daemon.metrics()["clients"] == 0, "the lock is gone, and the client with it")
+
+
 def test_a_wrong_token_does_not_resume_a_client(daemon: DaemonProcess, raw: socket.socket) -> None:
     introduce(raw)
     (client,) = daemon.status()["clients"]
@@ -351,6 +420,34 @@ def test_out_of_descriptors_is_waited_out_not_spun_on() -> None:
         assert daemon.status()["metrics"]["connections"] >= 1  # it serves again
         assert daemon.log_text().count("cannot accept a client") < 20
         assert "ulimit -n" in daemon.log_text()
+    finally:
+        daemon.clean_up()
+
+
+def test_out_of_descriptors_in_the_middle_of_a_hello_leaves_nothing_behind() -> None:
+    """Each failed HELLO left a client that never came, and after 256 nobody was served any more."""
+    daemon = DaemonProcess()
+    try:
+        daemon.start()
+        assert daemon.popen is not None
+        pid, pidfd, refused = daemon.popen.pid, os.pidfd_open(os.getpid()), 0
+        open_files = Path(f"/proc/{pid}/fd")
+        before = wait_until(lambda: len(list(open_files.iterdir())), "it has some")
+        _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        for spare in range(1, 10):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (before + spare, most))
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(5)
+                sock.connect(str(daemon.socket))
+                with contextlib.suppress(OSError, AssertionError):
+                    refused += ask(sock, Message.HELLO, hello(), pidfd).kind == Kind.ERROR
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+            wait_until(lambda: daemon.metrics()["connections"] == 1, "the connection is gone")
+            assert daemon.metrics()["clients"] == 0, spare
+            assert list(daemon.arena.glob("*.ledger")) == [], spare
+            wait_until(lambda: len(list(open_files.iterdir())) <= before, "its files are closed")
+        os.close(pidfd)
+        assert refused > 0, "some failed half way"
     finally:
         daemon.clean_up()
 

@@ -97,6 +97,19 @@ def test_sigterm_keeps_the_files_and_says_how_to_free_them(daemon: DaemonProcess
     here.release()
 
 
+def test_a_client_closed_while_no_daemon_was_there_is_not_taken_over_for_ever(
+    daemon: DaemonProcess, here: KvdUser
+) -> None:
+    """Its process lives on, but nothing of it uses the arena any more."""
+    assert here.reserve([key_of(1)]) == 1
+    daemon.kill()
+    here.grants.clear()
+    here.client.close()
+    daemon.start()
+    wait_until(lambda: daemon.metrics()["clients"] == 0, "the client is forgotten")
+    assert daemon.metrics()["quarantined_bytes"] == 0
+
+
 def test_pins_hold_across_a_restart(daemon: DaemonProcess, new_user: MakeUser) -> None:
     holder, other = new_user(), new_user()
     other.do("save", *range(20))

@@ -30,8 +30,8 @@ def test_the_table_of(struct: str) -> None:
 
 
 def test_the_numbers_of() -> None:
-    assert "layout_version` | 2;" in PAGE
-    assert lib.ARENA_LAYOUT_VERSION == 2
+    assert "layout_version` | 3;" in PAGE
+    assert lib.ARENA_LAYOUT_VERSION == 3
     assert lib.ARENA_UNIT_BYTES == 4096
     assert f"| `classes_max` | {lib.ARENA_CLASSES_MAX} |" in PAGE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -386,6 +387,67 @@ def test_a_ledger_of_nonsense_harms_nobody(left: LeftIndex) -> None:
     for number in range(1000, 1100):
         left.save(other, shapes[number % 4], key_of(number))
     assert (left.store.audit(), left.wrong_bytes()) == (None, [])
+
+
+HELD_AT, HELD_MAX = 256, 8192
+"""Where the rows of held space are in a ledger, and how many; see docs/kvd-arena.md."""
+
+
+def claim_everywhere(left: LeftIndex, client: int, shape: Shape) -> None:
+    """Write into every row of a client's file that it holds some of the space that nobody has."""
+    units = -(-shape.shard_bytes[0] // UNIT_BYTES)
+    total = len(left.data) // UNIT_BYTES
+    for row in range(HELD_MAX):
+        start = total - 1 - row % (total // 2)
+        entry = struct.pack("<QIIIHH", row, start, units, shape.class_id, 0, 0)
+        left.ledgers[client][HELD_AT + row * 24 : HELD_AT + (row + 1) * 24] = entry
+
+
+def test_a_ledger_whose_rows_are_all_taken_gets_no_reservation_instead_of_a_crash(left: LeftIndex) -> None:
+    """The daemon notes each reservation in a free row; with none left it wrote outside of the ledger."""
+    shape = left.open((40_000,))
+    client = left.attach()
+    assert left.save(client, shape, key_of(1))
+    claim_everywhere(left, client, shape)
+    left.adopt([client])
+    assert left.reserve(client, shape, 0, key_of(2))[2] == lib.STORE_LIMIT
+    grant = ffi.new("store_grant *")
+    assert lib.store_stock(left.store.handle, client, shape.class_id, 0, grant) == lib.STORE_LIMIT
+    other = left.attach()
+    assert left.save(other, shape, key_of(3))
+    assert left.store.audit() is None
+
+
+def test_a_ledger_of_nonsense_does_not_put_free_space_out_of_use(left: LeftIndex) -> None:
+    """One stray write of one client must not cost everybody the memory until the next restart."""
+    shape, huge = left.open((40_000,)), left.open((2 << 20,))
+    client = left.attach()
+    assert left.save(client, shape, key_of(1))
+    dice = random.Random(6)
+    ledger = left.ledgers[client]
+    ledger[HELD_AT : HELD_AT + HELD_MAX * 24] = dice.randbytes(HELD_MAX * 24)
+    nonsense = struct.pack("<QIIIHH", 5, 0, 2**32 - 1, shape.class_id, 0, 0)
+    ledger[HELD_AT : HELD_AT + 24] = nonsense
+    left.adopt([client])
+    left.store.detach(client)
+    assert left.store.stats()["adopt_set_aside_total"] == 0
+    assert left.save(left.attach(), huge, key_of(2))
+
+
+def test_a_commit_from_stock_that_became_quarantine_gives_its_space_back(left: LeftIndex) -> None:
+    """Its row says another class than it was, so it is not stock any more; its client has finished with it."""
+    shape = left.open((5000,))
+    client = left.attach()
+    grant = ffi.new("store_grant *")
+    assert lib.store_stock(left.store.handle, client, shape.class_id, 0, grant) == lib.STORE_OK
+    row = left.ledgers[client].find(int(grant.reservation).to_bytes(8, "little"), HELD_AT)
+    left.ledgers[client][row + 22 : row + 24] = bytes(2)
+    left.adopt([client])
+    assert left.store.stats()["quarantined_bytes"] == 8192
+    wish = ffi.new("store_late_wish *", {"retention": lib.STORE_RETAIN_SHORT})
+    assert lib.store_commit_stock(left.store.handle, client, grant.reservation, wish, 1) == lib.STORE_STALE
+    assert left.store.stats()["quarantined_bytes"] == 0
+    assert left.store.audit() is None
 
 
 def test_a_ledger_with_a_damaged_header_still_counts(left: LeftIndex) -> None:

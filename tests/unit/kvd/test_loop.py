@@ -7,10 +7,12 @@ import ctypes
 import os
 import select
 import socket
+import struct
+import time
 from collections.abc import Iterator
 
 import pytest
-from infera_core import lib
+from infera_core import ffi, lib
 
 from kvd import protocol
 from kvd.client.arena import PutFacts
@@ -37,6 +39,8 @@ class Rig:
         self.loop = Loop(self.model.store.handle, reservation_s=30.0, incomplete_s=30.0)
         self.model.store.guard = self.loop
         self.client.arena._doorbell = os.dup(self.loop.doorbell)
+        self.now_ns = time.monotonic_ns() + 3600 * 10**9
+        """Later than the thread's own clock will be: see `expire`."""
         self.socket, self.name = self.connect()
         self.reader = FrameReader()
 
@@ -179,11 +183,11 @@ def test_other_messages_go_to_python_and_its_answer_comes_back(rig: Rig) -> None
 
 
 def test_python_that_does_not_keep_up_is_not_buried(rig: Rig) -> None:
-    for number in range(lib.LOOP_NOTICES_MAX):
+    for number in range(2 * lib.LOOP_REQUESTS_MAX):
         rig.socket.sendall(encode(Message.STATUS, Kind.REQUEST, number, b""))
-    refused = [rig.read() for _ in range(lib.LOOP_NOTICES_MAX // 2)]
+    refused = [rig.read() for _ in range(lib.LOOP_REQUESTS_MAX)]
     assert all(frame is not None and b"busy" in frame.payload for frame in refused)
-    assert len(list(rig.loop.notices())) == lib.LOOP_NOTICES_MAX // 2
+    assert len(list(rig.loop.notices())) == lib.LOOP_REQUESTS_MAX
 
 
 def test_peer_that_does_not_read_is_shown_out(rig: Rig) -> None:
@@ -289,3 +293,186 @@ def test_death_of_a_client_returns_its_stock(rig: Rig) -> None:
     stats = rig.model.store.stats()
     assert (stats["stock_bytes"], stats["reservations"]) == (0, 0)
     assert stats["records_present"] == 1, "what it left in its ring was taken in first"
+
+
+# ---- stock that a live client took and forgot ----
+
+STATE_READY, STATE_EMPTY = 1, 0
+STOCK_AT = 256 + 8192 * 24
+"""Of the first row of stock in a ledger, see docs/kvd-arena.md."""
+PERIOD_NS = 1_000_000
+RING_ENTRIES = 4096
+
+
+def take_stock(rig: Rig, count: int) -> list[tuple[int, int]]:
+    """Do what a client does that takes stock and then forgets it; reservations and offsets."""
+    ledger, taken = rig.client.arena._ledger, []
+    for at in range(STOCK_AT, STOCK_AT + 256 * 32, 32):
+        state, _, reservation, offset = struct.unpack_from("<QQQQ", ledger, at)
+        if state & 0xFFFFFFFF == STATE_READY and len(taken) < count:
+            struct.pack_into("<Q", ledger, at, state >> 32 << 32 | STATE_EMPTY)
+            taken.append((reservation, offset))
+    assert len(taken) == count
+    return taken
+
+
+def expire(rig: Rig, periods: int) -> None:
+    """Let time pass."""
+    for _ in range(periods):
+        rig.now_ns += 2 * PERIOD_NS
+        rig.model.store.expire(rig.now_ns, PERIOD_NS)
+
+
+def test_stock_that_was_taken_and_forgotten_is_quarantined_and_does_not_use_up_the_stock(rig: Rig) -> None:
+    rig.want_stock(8)
+    take_stock(rig, 5)
+    expire(rig, 1)
+    stats = rig.model.store.stats()
+    assert (stats["stock_overdue_total"], stats["quarantined_bytes"]) == (0, 0), "it may be being written"
+    expire(rig, 1)
+    stats = rig.model.store.stats()
+    assert (stats["stock_overdue_total"], stats["quarantined_bytes"]) == (5, 5 * RECORD_BYTES)
+    assert (stats["stock_extents"], stats["stock_bytes"]) == (3, 3 * RECORD_BYTES)
+    assert rig.model.store.audit() is None
+    expire(rig, 5)
+    assert rig.model.store.stats()["stock_extents"] == 3, "what is still on offer is not forgotten"
+
+
+def test_overdue_stock_that_is_committed_after_all_still_counts(rig: Rig) -> None:
+    """Its space was nobody else's meanwhile, so the bytes are right: a client that was stopped goes on."""
+    rig.want_stock(4)
+    ((reservation, _),) = take_stock(rig, 1)
+    expire(rig, 4)
+    assert rig.model.store.stats()["stock_overdue_total"] == 1
+    wish = ffi.new("store_late_wish *", {"retention": lib.STORE_RETAIN_SHORT})
+    ffi.memmove(wish.wish.key, key(1), 16)
+    with rig.loop:
+        status = lib.store_commit_stock(rig.model.store.handle, rig.client.number, reservation, wish, 1)
+    assert status == lib.STORE_OK
+    assert rig.present([key(1)]) == 1
+    stats = rig.model.store.stats()
+    assert (stats["quarantined_bytes"], stats["records_present"]) == (0, 1)
+    assert rig.model.store.audit() is None
+
+
+def test_overdue_stock_comes_back_when_its_client_gives_it_up_or_ends(rig: Rig) -> None:
+    rig.want_stock(8)
+    taken = take_stock(rig, 6)
+    expire(rig, 4)
+    rig.model.store.give_up(rig.client.number, taken[0][0].to_bytes(8, "little"))
+    assert rig.model.store.stats()["quarantined_bytes"] == 5 * RECORD_BYTES
+    with rig.loop:
+        rig.loop.drain_client(rig.client.number)
+        rig.model.store.detach(rig.client.number)
+        del rig.model.clients[rig.client.number]
+    stats = rig.model.store.stats()
+    assert (stats["quarantined_bytes"], stats["used_bytes"], stats["reservations"]) == (0, 0, 0)
+
+
+def test_a_client_that_forgets_again_and_again_gets_no_more_stock(rig: Rig) -> None:
+    forgotten = 0
+    for _ in range(40):
+        rig.want_stock(8)
+        ready = rig.model.store.stats()["stock_extents"]
+        if not ready:
+            break
+        take_stock(rig, ready)
+        forgotten += ready
+        expire(rig, 4)
+    assert lib.STORE_STOCK_OVERDUE_MAX <= forgotten < lib.STORE_STOCK_OVERDUE_MAX + 8
+    assert rig.model.store.stats()["quarantined_bytes"] == forgotten * RECORD_BYTES
+    rig.socket.sendall(reserve(rig, [1]))
+    answer = rig.read()
+    assert answer is not None
+    assert protocol.GRANT.unpack(answer.payload)[2] == lib.STORE_OK, "it can still save by asking"
+    assert rig.model.store.audit() is None
+
+
+# ---- touches ----
+
+
+def test_touches_leave_half_of_the_ring_to_saves(rig: Rig) -> None:
+    """A prompt of 131k tokens is 8,192 records: telling of all of them filled the ring, and saves had to wait."""
+    rig.want_stock(8)
+    keys = b"".join(key(number) for number in range(8192))
+    with rig.loop:  # the thread does not drain meanwhile
+        told = sum(rig.client.arena.touch(rig.kind.class_id, keys) for _ in range(4))
+        assert told == RING_ENTRIES // 2
+        assert rig.put([key(1)]) == 1
+    wait_until(lambda: rig.present([key(1)]) == 1, "the ring is drained")
+
+
+def test_touches_of_a_long_chain_come_round_to_all_of_it(rig: Rig) -> None:
+    keys = b"".join(key(number) for number in range(1000))
+    told: set[bytes] = set()
+    for _ in range(4):
+        with rig.loop:
+            ledger = rig.client.arena._ledger
+            head = int.from_bytes(ledger[RING_HEAD_OFFSET : RING_HEAD_OFFSET + 8], "little")
+            count = rig.client.arena.touch(rig.kind.class_id, keys, 256, rings=False)
+            assert 0 < count <= 256
+            entries = [ring_at(number % RING_ENTRIES) for number in range(head, head + count)]
+            told |= {bytes(ledger[at + 16 : at + 32]) for at in entries}
+        wait_until(lambda: not has_entries(rig), "the ring is drained")
+    assert told == {key(number) for number in range(1000)}
+
+
+def has_entries(rig: Rig) -> bool:
+    """Whether the daemon has something left to read."""
+    head, tail = (rig.client.arena._ledger[at : at + 8] for at in (RING_HEAD_OFFSET, RING_HEAD_OFFSET + 64))
+    return head != tail
+
+
+def ring_at(entry: int) -> int:
+    """Offset of a ring entry in a ledger."""
+    return STOCK_AT + 256 * 32 + entry * 64
+
+
+def test_touches_without_a_bell_arrive_all_the_same(rig: Rig) -> None:
+    rig.want_stock(2)
+    assert rig.put([key(1)]) == 1
+    wait_until(lambda: rig.present([key(1)]) == 1, "it is stored")
+    assert rig.client.arena.touch(rig.kind.class_id, key(1), rings=False) == 1
+    wait_until(lambda: rig.model.store.stats()["touched_total"] == 1, "the daemon looked")
+
+
+def test_no_end_of_a_connection_is_lost_while_python_is_busy(rig: Rig) -> None:
+    """Each lost one would count against the limit on connections for ever."""
+    opened = [rig.connect() for _ in range(lib.LOOP_CONNECTIONS_MAX - 1)]
+    for number in range(2 * lib.LOOP_REQUESTS_MAX):
+        rig.socket.sendall(encode(Message.STATUS, Kind.REQUEST, number, b""))
+    for _ in range(lib.LOOP_REQUESTS_MAX):
+        rig.read()  # refused: Python has as many as it may have waiting
+    for sock, _ in opened:
+        sock.close()
+    ended: set[int] = set()
+
+    def take() -> bool:
+        ended.update(notice.connection for notice in rig.loop.notices() if notice.payload is None)
+        return len(ended) == len(opened)
+
+    wait_until(lambda: rig.loop.stats()["notices_lost_total"] or all_closed(rig, len(opened)), "all ends are seen")
+    assert rig.loop.stats()["notices_lost_total"] == 0
+    wait_until(take, "all ends are told")
+
+
+def all_closed(rig: Rig, count: int) -> bool:
+    """Whether the thread has room for `count` connections again."""
+    with contextlib.ExitStack() as stack:
+        names = []
+        for _ in range(count):
+            sock, name = rig.connect()
+            stack.enter_context(contextlib.closing(sock))
+            names.append(name)
+        for name in names:
+            rig.loop.close_connection(name)
+    return all(names)
+
+
+def test_more_kinds_of_stock_than_a_client_may_have_are_counted(rig: Rig) -> None:
+    with rig.loop:
+        answers = [
+            rig.loop.want_stock(rig.client.number, class_id, 0, 1) for class_id in range(lib.LOOP_STOCK_WISHES_MAX + 2)
+        ]
+    assert answers == [True] * lib.LOOP_STOCK_WISHES_MAX + [False] * 2
+    assert rig.loop.stats()["stock_wishes_refused_total"] == 2

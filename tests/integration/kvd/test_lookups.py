@@ -1,0 +1,108 @@
+"""Look-ups that are remembered, with the real daemon."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kvd.client import lookups
+from kvd.client.arrays import put_buffer
+from kvd.client.lookups import RepeatedLookups
+from tests.support.kvd_daemon import DaemonProcess, running
+from tests.support.kvd_user import SPEC, KvdUser, key_of
+from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.integration
+SIZE = SPEC.shard_bytes[0]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    yield from running()
+
+
+@pytest.fixture
+def user(daemon: DaemonProcess) -> Iterator[KvdUser]:
+    made = KvdUser(daemon.socket)
+    yield made
+    made.client.close()
+    daemon.drop(SPEC.namespace)
+
+
+def put(user: KvdUser, key: bytes, content: object) -> None:
+    """Save, and wait until it is in the index."""
+    assert put_buffer(user.client, SPEC, key, content)
+    wait_until(lambda: user.client.probe_run(SPEC, key) == 1, "the record is present")
+
+
+def put_numbers(user: KvdUser, numbers: list[int]) -> None:
+    for number in numbers:
+        put(user, key_of(number), bytes(SIZE))
+
+
+def test_an_answer_is_remembered_until_something_changes(user: KvdUser) -> None:
+    asked = RepeatedLookups(user.client)
+    keys = key_of(10) + key_of(11) + key_of(12)
+    assert asked.probe_run("a", SPEC, keys) == 0
+    put(user, key_of(10), bytes(SIZE))
+    assert asked.probe_run("a", SPEC, keys) == 1
+    put(user, key_of(11), bytes(SIZE))
+    assert asked.probe_run("a", SPEC, keys) == 2
+    # The remembered answer, whatever the keys: nothing was looked up.
+    assert asked.probe_run("a", SPEC, b"") == 2
+    asked.forget("a")
+    assert asked.probe_run("a", SPEC, b"") == 0
+
+
+def test_a_removal_is_noticed(daemon: DaemonProcess, user: KvdUser) -> None:
+    asked = RepeatedLookups(user.client)
+    put(user, key_of(20), bytes(SIZE))
+    assert asked.probe_run(1, SPEC, key_of(20)) == 1
+    daemon.drop(SPEC.namespace)
+    assert asked.probe_run(1, SPEC, key_of(20)) == 0
+
+
+def test_questions_are_bounded(user: KvdUser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "REMEMBERED_MAX", 4)
+    asked = RepeatedLookups(user.client)
+    for number in range(20):
+        assert asked.probe_run(number, SPEC, key_of(number)) == 0
+        assert len(asked._answers) <= 4
+
+
+def test_a_forked_child_finds_nothing(user: KvdUser) -> None:
+    put(user, key_of(30), bytes(SIZE))
+    asked = RepeatedLookups(user.client)
+    assert asked.probe_run(1, SPEC, key_of(30)) == 1
+    child = os.fork()
+    if child == 0:
+        os._exit(asked.probe_run(1, SPEC, key_of(30)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert asked.probe_run(1, SPEC, key_of(30)) == 1
+
+
+def test_after_a_restart_nothing_old_is_answered() -> None:
+    daemon = DaemonProcess().start()
+    try:
+        user = KvdUser(daemon.socket)
+        put(user, key_of(1), bytes(SIZE))
+        asked = RepeatedLookups(user.client)
+        assert asked.probe_run(1, SPEC, key_of(1)) == 1
+        daemon.kill()
+        wait_until(lambda: user.client.session() is None, "the client noticed")
+        assert asked.probe_run(1, SPEC, key_of(1)) == 0
+        user.client.close()
+    finally:
+        daemon.clean_up()
+
+
+def test_a_run_grows_while_nothing_is_removed(user: KvdUser) -> None:
+    asked = RepeatedLookups(user.client)
+    keys = b"".join(map(key_of, range(100, 140)))
+    assert asked.probe_run("a", SPEC, keys) == 0
+    put_numbers(user, [101, 102, 103, 100])
+    assert asked.probe_run("a", SPEC, keys) == 4
+    put_numbers(user, list(range(104, 140)))
+    assert asked.probe_run("a", SPEC, keys) == 40
