@@ -15,6 +15,7 @@ from cffi import FFI
 HERE = Path(__file__).resolve().parent
 HEADERS = [
     "content_key.h",
+    "score.h",
     "checksum.h",
     "arena.h",
     "store.h",
@@ -23,10 +24,12 @@ HEADERS = [
     "memory.h",
     "ring.h",
     "loop.h",
+    "cachemap.h",
 ]
 SOURCES = [
     "blake3.c",
     "content_key.c",
+    "score.c",
     "checksum.c",
     "arena.c",
     "lookups.c",
@@ -44,6 +47,17 @@ SOURCES = [
     "loop.c",
     "loop_frames.c",
     "loop_ring.c",
+    "cachemap.c",
+    "cachemap_set.c",
+    "cachemap_index.c",
+    "cachemap_sweep.c",
+    "cachemap_view.c",
+    "cachemap_match.c",
+    "cachemap_audit.c",
+    "cachemap_engine.c",
+    "cachemap_pages.c",
+    "cachemap_decode.c",
+    "cachemap_kvd.c",
 ]
 COMPILE_ARGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror=implicit-function-declaration"]
 

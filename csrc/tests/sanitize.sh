@@ -19,9 +19,11 @@ for kind in ${kinds[*]}; do
         thread) flags="-fsanitize=thread -Wno-tsan" ;;
         *) echo "sanitize: unknown kind $kind; use address, portable or thread" >&2; exit 2 ;;
     esac
-    # shellcheck disable=SC2086
-    ${CC:-gcc} -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-error=tsan $flags \
-        -o "$build/selftest-$kind" tests/selftest.c ./*.c -lpthread -lrt
-    echo "sanitize: $kind"
-    ASAN_OPTIONS=detect_leaks=1 "$build/selftest-$kind" "$seconds" "$seed"
+    for test in selftest selftest_map; do
+        # shellcheck disable=SC2086
+        ${CC:-gcc} -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-error=tsan $flags \
+            -o "$build/$test-$kind" "tests/$test.c" ./*.c -lpthread -lrt
+        echo "sanitize: $kind $test"
+        ASAN_OPTIONS=detect_leaks=1 "$build/$test-$kind" "$seconds" "$seed"
+    done
 done

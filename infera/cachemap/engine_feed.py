@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from typing import Final
 
 import zmq
 import zmq.asyncio
 
-from infera.cachemap.engine_index import EngineIndex
-from infera.cachemap.events import EventFormatError
+from infera.cachemap.native_map import EngineDecoder, NativeCacheMap
 from infera.cachemap.sequence import SequenceTracker, Step
 from infera.cachemap.sockets import FRAMES_BEFORE_YIELD, dealer, read_sequence, subscriber
-from infera.cachemap.vllm_events import decode_vllm_batch
 from infera.discovery.record import EventRank
 
 REPLAY_ATTEMPTS_MAX: Final = 3
@@ -33,15 +30,20 @@ class EngineFeed:
     """One subscription. ``run`` goes on until it is cancelled."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, topic: str, rank: EventRank, index: EngineIndex, counters: Counter[str]
+        self,
+        context: zmq.asyncio.Context,
+        topic: str,
+        rank: EventRank,
+        decoder: EngineDecoder,
+        cache_map: NativeCacheMap,
     ) -> None:
         self._context = context
         self._topic = topic.encode()
         self._rank = rank
-        self._index = index
-        self._counters = counters
+        self._decoder = decoder
+        self._map = cache_map
         self._tracker = SequenceTracker()
-        self.frames_seen = 0
+        self._frames = 0
 
     async def run(self) -> None:
         """Join with a replay from the beginning, then follow."""
@@ -51,11 +53,11 @@ class EngineFeed:
             while True:
                 frames = await socket.recv_multipart()
                 if len(frames) != 3 or frames[0] != self._topic:
-                    self._counters["other_topic"] += 1  # a subscription also matches longer topics
+                    self._count("other_topic")  # a subscription also matches longer topics
                     continue
                 sequence = read_sequence(frames[1])
                 if sequence is None:
-                    self._counters["bad_frame"] += 1
+                    self._count("bad_frame")
                     continue
                 await self._take(self._tracker.live(sequence, frames[2]))
         finally:
@@ -65,34 +67,37 @@ class EngineFeed:
         self._apply(step)
         if step.replay_from is not None:
             await self._replay(step.replay_from)
-        if self.frames_seen % FRAMES_BEFORE_YIELD == 0:
+        self._frames += 1
+        if self._frames % FRAMES_BEFORE_YIELD == 0:
             await asyncio.sleep(0)
 
     def _apply(self, step: Step) -> None:
+        self._count("duplicate", step.duplicates)
+        self._count("gap", step.replay_from is not None and step.is_gap)
         if step.resync:
-            self._counters["resync"] += 1
+            self._count("resync")
             _log.warning("cachemap: events of %s were lost for good; its entries are dropped", self._topic.decode())
-            self._index.reset()
+            self._decoder.reset()
         for payload in step.frames:
-            self.frames_seen += 1
-            try:
-                self._index.apply(decode_vllm_batch(payload))
-            except EventFormatError as error:
+            if not self._decoder.apply(payload):
                 # Like a lost frame: what it took away is not known.
-                self._counters["bad_frame"] += 1
-                _log.warning("cachemap: unreadable event of %s: %s; its entries are dropped", self._topic, error)
-                self._index.reset()
+                _log.warning("cachemap: unreadable event of %s; its entries are dropped", self._topic.decode())
+                self._decoder.reset()
+
+    def _count(self, counter: str, more: int = 1) -> None:
+        if more:
+            self._map.count("engine", counter, more)
 
     async def _replay(self, start: int) -> None:
         """Ask for what is missing; bounded tries, each with bounded silence. Always ends the tracker's replay."""
-        self._counters["replay"] += 1
+        self._count("replay")
         for _ in range(REPLAY_ATTEMPTS_MAX if self._rank.replay else 0):
             try:
                 async with asyncio.timeout(REPLAY_S_MAX):
                     await self._replay_once(max(start, self._tracker.next_sequence))
                 break
             except TimeoutError:
-                self._counters["replay_timeout"] += 1
+                self._count("replay_timeout")
         self._apply(self._tracker.replay_ended())
 
     async def _replay_once(self, start: int) -> None:
@@ -109,7 +114,7 @@ class EngineFeed:
                 if sequence is None or sequence == END_SEQUENCE:
                     return
                 if len(frames) == 3 and frames[0] != self._topic:
-                    self._counters["other_topic"] += 1
+                    self._count("other_topic")
                     continue
                 self._apply(self._tracker.replayed(sequence, frames[-1]))
                 count += 1

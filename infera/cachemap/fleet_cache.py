@@ -2,184 +2,201 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-import zmq.asyncio
 from infera_core.keys import GRAIN_TOKENS
 
-from infera.cachemap.engine_feed import EngineFeed
-from infera.cachemap.engine_index import EngineIndex
-from infera.cachemap.interface import CacheMap, Match, Target, Tier
-from infera.cachemap.kvd_feed import KvdFeed
-from infera.cachemap.python_map import PythonCacheMap
-from infera.discovery.record import KvdSource, WorkerRecord
-
-_log = logging.getLogger(__name__)
+from infera.cachemap.follower import Follower, now_ms
+from infera.cachemap.interface import Match, Target, Tier, WorkerHolders
+from infera.cachemap.native_map import MapReader
+from infera.discovery.record import WorkerRecord
 
 
-@dataclass(slots=True)
-class _Rank:
-    holder: int
-    index: EngineIndex
-    feed: EngineFeed
-    task: asyncio.Task[None]
+class Ingest(Protocol):
+    """Whoever follows events and writes the map: another process, or (in tests and tools) this one."""
 
+    @property
+    def reader(self) -> MapReader | None:
+        """The map; None while nobody keeps one."""
 
-@dataclass(slots=True)
-class _Kvd:
-    feed: KvdFeed
-    task: asyncio.Task[None]
-    # Namespace -> incarnations that read it.
-    readers: dict[str, set[str]] = field(default_factory=dict)
-
-
-class FleetCache:
-    """Every method but ``close`` is synchronous and runs on the event loop."""
-
-    def __init__(self, cache_map: CacheMap | None = None) -> None:
-        self.map: CacheMap = cache_map if cache_map is not None else PythonCacheMap()
-        self.engine_counters: Counter[str] = Counter()
-        self.kvd_counters: Counter[str] = Counter()
-        self._context: zmq.asyncio.Context | None = None
-        self._ranks: dict[str, dict[int, _Rank]] = {}
-        self._kvds: dict[str, _Kvd] = {}
+    @property
+    def directory(self) -> Mapping[str, WorkerHolders]:
+        """Incarnation -> where its blocks are entered, for the workers that are followed."""
 
     def add_worker(self, record: WorkerRecord) -> None:
         """Follow a worker's events, and its kvd's."""
-        self._add_ranks(record)
-        if record.kvd is not None:
-            self._add_reader(record.kvd, record.incarnation)
+
+    def change_worker(self, old: WorkerRecord, new: WorkerRecord) -> None:
+        """Follow what changed and keep the rest."""
+
+    def remove_worker(self, record: WorkerRecord) -> None:
+        """Forget what the worker held."""
+
+    def predict(self, holder: int, keys: bytes) -> None:
+        """Enter what a request just sent there will store."""
+
+    def problems(self) -> list[str]:
+        """What is not followed, in words."""
+
+    async def start(self) -> None:
+        """Begin."""
+
+    async def close(self) -> None:
+        """Stop following everything."""
+
+
+class LocalIngest:
+    """Follows events in this process. For tests and tools: a server that does this answers late."""
+
+    def __init__(self) -> None:
+        self.directory: dict[str, WorkerHolders] = {}
+        self._follower = Follower(on_change=self._changed)
+        self.reader = self._follower.map
+
+    def add_worker(self, record: WorkerRecord) -> None:
+        """Follow a worker's events, and its kvd's."""
+        self._follower.add_worker(record)
+
+    def change_worker(self, old: WorkerRecord, new: WorkerRecord) -> None:
+        """Follow what changed and keep the rest."""
+        self._follower.change_worker(old, new)
+
+    def remove_worker(self, record: WorkerRecord) -> None:
+        """Forget what the worker held."""
+        self._follower.remove_worker(record)
+
+    def predict(self, holder: int, keys: bytes) -> None:
+        """Enter what a request just sent there will store."""
+        self.reader.predict(holder, keys, now_ms=now_ms())
+
+    def problems(self) -> list[str]:
+        """What is not followed, in words."""
+        return self._follower.problems()
+
+    async def start(self) -> None:
+        """Nothing to wait for."""
+
+    async def close(self) -> None:
+        """Stop following everything."""
+        await self._follower.close()
+
+    def _changed(self, incarnation: str) -> None:
+        holders = self._follower.holders(incarnation)
+        if holders == WorkerHolders():
+            self.directory.pop(incarnation, None)
+        else:
+            self.directory[incarnation] = holders
+
+
+class FleetCache:
+    """What a server asks. Every method but ``start`` and ``close`` is synchronous and runs on the event loop."""
+
+    def __init__(self, ingest: Ingest | None = None) -> None:
+        self.ingest: Ingest = ingest if ingest is not None else LocalIngest()
+        # Targets change when holders do or when events name a block size; they are asked for with every pick.
+        self._targets: dict[tuple[str, int], tuple[WorkerHolders, int, Target]] = {}
+
+    async def start(self) -> None:
+        """Begin to follow."""
+        await self.ingest.start()
+
+    async def close(self) -> None:
+        """Stop following everything."""
+        await self.ingest.close()
+
+    def add_worker(self, record: WorkerRecord) -> None:
+        """Follow a worker's events, and its kvd's."""
+        self.ingest.add_worker(record)
 
     def change_worker(self, old: WorkerRecord, new: WorkerRecord) -> None:
         """Follow what changed and keep the rest: a restarted kvd must not cost every engine's entries."""
-        if (old.events, old.block_size_tokens) != (new.events, new.block_size_tokens):
-            self._remove_ranks(old)
-            self._add_ranks(new)
-        if old.kvd != new.kvd:
-            if old.kvd is not None:
-                self._remove_reader(old.kvd, old.incarnation)
-            if new.kvd is not None:
-                self._add_reader(new.kvd, new.incarnation)
-
-    def _add_ranks(self, record: WorkerRecord) -> None:
-        if record.events is not None:
-            ranks = self._ranks.setdefault(record.incarnation, {})
-            for rank in record.events.ranks:
-                holder = self.map.add_holder(f"{record.worker_id} rank {rank.dp_rank}")
-                index = EngineIndex(self.map, holder, self.engine_counters)
-                feed = EngineFeed(self._zmq(), record.events.topic, rank, index, self.engine_counters)
-                ranks[rank.dp_rank] = _Rank(holder, index, feed, _start(feed.run(), record.worker_id))
+        self.ingest.change_worker(old, new)
 
     def remove_worker(self, record: WorkerRecord) -> None:
         """Forget what the worker held, and its kvd when nobody else reads it."""
-        self._remove_ranks(record)
-        if record.kvd is not None:
-            self._remove_reader(record.kvd, record.incarnation)
-
-    def _remove_ranks(self, record: WorkerRecord) -> None:
-        for rank in self._ranks.pop(record.incarnation, {}).values():
-            rank.task.cancel()
-            self.map.drop_holder(rank.holder)
+        self.ingest.remove_worker(record)
+        for place in [place for place in self._targets if place[0] == record.incarnation]:
+            del self._targets[place]
 
     def target(self, record: WorkerRecord, dp_rank: int) -> Target | None:
         """Where to look for a worker's blocks; None when it cannot be looked up (no events and no kvd)."""
-        rank = self._ranks.get(record.incarnation, {}).get(dp_rank)
-        # What the engine publishes is what it does; the record is what it was configured to do.
-        block_size = (rank.index.block_size_tokens if rank else None) or record.block_size_tokens
-        shared = self._shared_holders(record)
-        if block_size is None or block_size % GRAIN_TOKENS or (rank is None and not shared):
+        holders = self.ingest.directory.get(record.incarnation)
+        reader = self.ingest.reader
+        if holders is None or reader is None:
             return None
-        return Target(block_size // GRAIN_TOKENS, rank.holder if rank else None, shared)
+        own = holders.ranks.get(dp_rank)
+        # What the engine publishes is what it does; the record is what it was configured to do.
+        seen = reader.block_size_tokens(own) if own is not None else None
+        block_size = seen or record.block_size_tokens or 0
+        known = self._targets.get((record.incarnation, dp_rank))
+        if known is not None and known[0] is holders and known[1] == block_size:
+            return known[2]
+        if (own is None and not holders.shared) or not block_size:
+            return None
+        # Pages below the grain are gathered into grains.
+        stride = max(1, block_size // GRAIN_TOKENS)
+        if block_size % GRAIN_TOKENS and GRAIN_TOKENS % block_size:
+            return None
+        target = Target(stride, own, holders.shared)
+        self._targets[record.incarnation, dp_rank] = (holders, block_size, target)
+        return target
 
     def match(self, keys: bytes, targets: Sequence[Target]) -> list[Match]:
         """Longest usable prefix of one prompt for every target."""
-        return self.map.match(keys, targets)
+        reader = self.ingest.reader
+        return reader.match(keys, targets) if reader is not None else [Match()] * len(targets)
+
+    def predict(self, record: WorkerRecord, dp_rank: int, keys: bytes) -> None:
+        """Say that a request with this prompt was just sent to a worker. Its blocks count as there until the
+        worker's events tell, or for ten seconds."""
+        holders = self.ingest.directory.get(record.incarnation)
+        target = self.target(record, dp_rank)
+        if holders is None or target is None or target.own_holder is None:
+            return
+        step = target.stride_grains * 16
+        ends = (
+            keys
+            if target.stride_grains == 1
+            else b"".join(keys[end - 16 : end] for end in range(step, len(keys) + 1, step))
+        )
+        self.ingest.predict(target.own_holder, ends)
 
     def blocks_by_tier(self, record: WorkerRecord) -> dict[str, int]:
         """Blocks a worker can use, by tier; those of its kvd are shared with others."""
         total: Counter[str] = Counter()
-        holders = [rank.holder for rank in self._ranks.get(record.incarnation, {}).values()]
-        for holder in (*holders, *self._shared_holders(record)):
-            for tier, count in self.map.blocks_by_tier(holder).items():
-                total[Tier(tier).name.lower()] += count
+        holders = self.ingest.directory.get(record.incarnation)
+        reader = self.ingest.reader
+        if holders is not None and reader is not None:
+            for holder in (*holders.ranks.values(), *holders.shared):
+                for tier, count in reader.blocks_by_tier(holder).items():
+                    total[Tier(tier).name.lower()] += count
         return dict(total)
 
     def has_seen_events(self, record: WorkerRecord) -> bool:
         """Whether any event of the worker ever came, on any of its ranks."""
-        return any(rank.feed.frames_seen for rank in self._ranks.get(record.incarnation, {}).values())
+        holders = self.ingest.directory.get(record.incarnation)
+        reader = self.ingest.reader
+        if holders is None or reader is None:
+            return False
+        return any(reader.frames_seen(holder) for holder in holders.ranks.values())
+
+    @property
+    def entry_count(self) -> int:
+        """Blocks known, over all workers and tiers."""
+        reader = self.ingest.reader
+        return reader.entry_count if reader is not None else 0
+
+    def counters(self, source: str) -> Counter[str]:
+        """What became of the events of a source, "engine" or "kvd"."""
+        reader = self.ingest.reader
+        return reader.counters(source) if reader is not None else Counter()
 
     def problems(self) -> list[str]:
         """What makes predictions worse than they could be, in words."""
-        found = []
-        if self.map.entry_count >= self.map.entry_limit:
-            found.append(f"the cache map is full with {self.map.entry_limit} entries: new blocks are not seen")
-        found.extend(
-            f"the events of kvd {instance} cannot be followed: its blocks are not seen"
-            for instance, kvd in self._kvds.items()
-            if not kvd.feed.is_in_step
-        )
+        found = list(self.ingest.problems())
+        reader = self.ingest.reader
+        if reader is not None and reader.entry_count >= reader.entry_limit:
+            found.append(f"the cache map is full with {reader.entry_limit} entries: new blocks are not seen")
         return found
-
-    async def close(self) -> None:
-        """Stop following everything."""
-        tasks = [rank.task for ranks in self._ranks.values() for rank in ranks.values()]
-        tasks += [kvd.task for kvd in self._kvds.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._context is not None:
-            self._context.destroy(linger=0)
-
-    def _shared_holders(self, record: WorkerRecord) -> tuple[int, ...]:
-        kvd = self._kvds.get(record.kvd.instance) if record.kvd else None
-        if kvd is None or record.kvd is None or record.kvd.namespace not in kvd.readers:
-            return ()
-        return (kvd.feed.add_namespace(record.kvd.namespace),)
-
-    def _add_reader(self, source: KvdSource, incarnation: str) -> None:
-        if source.pub is None or source.snapshot is None:
-            return
-        kvd = self._kvds.get(source.instance)
-        if kvd is None:
-            feed = KvdFeed(self._zmq(), source.instance, source.pub, source.snapshot, self.map, self.kvd_counters)
-            kvd = self._kvds[source.instance] = _Kvd(feed, _start(feed.run(), f"kvd {source.instance}"))
-        try:
-            kvd.feed.add_namespace(source.namespace)
-        except ValueError as error:
-            _log.warning("cachemap: kvd %s: %s; its blocks are not seen for this worker", source.instance, error)
-            return
-        kvd.readers.setdefault(source.namespace, set()).add(incarnation)
-
-    def _remove_reader(self, source: KvdSource, incarnation: str) -> None:
-        kvd = self._kvds.get(source.instance)
-        readers = kvd.readers.get(source.namespace) if kvd else None
-        if kvd is None or readers is None:
-            return
-        readers.discard(incarnation)
-        if not readers:
-            del kvd.readers[source.namespace]
-            kvd.feed.drop_namespace(source.namespace)
-        if not kvd.readers:
-            kvd.task.cancel()
-            del self._kvds[source.instance]
-
-    def _zmq(self) -> zmq.asyncio.Context:
-        if self._context is None:
-            self._context = zmq.asyncio.Context(io_threads=1)
-        return self._context
-
-
-def _start(work: Any, name: str) -> asyncio.Task[None]:
-    task: asyncio.Task[None] = asyncio.create_task(work, name=f"events of {name}")
-    task.add_done_callback(_report)
-    return task
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("cachemap: %s stopped: %r", task.get_name(), task.exception())

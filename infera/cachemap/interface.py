@@ -1,4 +1,4 @@
-"""The cache map's interface. The Python map stands behind it today, the C map will.
+"""The cache map's interface. The C map stands behind it; the tests keep a plain Python one to compare it with.
 
 A *holder* is one cache that can hold blocks: the memory of one engine rank, or one namespace of one kvd. A
 *target* is where a request can be sent (a worker's rank), with the holders it can read. kvd's blocks are
@@ -41,6 +41,14 @@ class Match:
     def total_tokens(self) -> int:
         """Length of the prefix in tokens."""
         return sum(self.tokens_by_tier.values())
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHolders:
+    """Where one worker's blocks are entered: a holder for each of its ranks, and those of the kvd it reads."""
+
+    ranks: dict[int, int] = field(default_factory=dict)
+    shared: tuple[int, ...] = ()
 
 
 class CacheMap(Protocol):

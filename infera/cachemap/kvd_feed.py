@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from typing import Final
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from infera.cachemap.events import EventFormatError
-from infera.cachemap.interface import CacheMap
-from infera.cachemap.kvd_events import KvdChange, KvdCleared, decode_kvd_events
+from infera.cachemap.native_map import KvdDecoder, NativeCacheMap
 from infera.cachemap.sockets import FRAMES_BEFORE_YIELD, dealer, read_sequence, subscriber
 
 SNAPSHOT_SILENCE_S_MAX: Final = 5.0
@@ -42,8 +39,7 @@ class KvdFeed:
         instance: str,
         pub: str,
         snapshot: str,
-        cache_map: CacheMap,
-        counters: Counter[str],
+        cache_map: NativeCacheMap,
     ) -> None:
         self.instance = instance
         self._context = context
@@ -51,7 +47,7 @@ class KvdFeed:
         self._pub = pub
         self._snapshot_endpoint = snapshot
         self._map = cache_map
-        self._counters = counters
+        self._decoder = KvdDecoder(cache_map)
         self._holders: dict[str, int] = {}
         self._next_sequence: int | None = None
         self._wants_snapshot = asyncio.Event()
@@ -65,9 +61,10 @@ class KvdFeed:
         if namespace not in self._holders:
             if len(self._holders) >= NAMESPACES_MAX:
                 raise ValueError(f"more than {NAMESPACES_MAX} namespaces in one kvd")
-            self._holders[namespace] = self._map.add_holder(
-                f"kvd {self.instance} namespace {namespace}", counts_copies=False
-            )
+            name = f"kvd {self.instance} namespace {namespace}"
+            holder = self._map.add_holder(name, counts_copies=False)
+            self._decoder.set_namespace(namespace, holder)
+            self._holders[namespace] = holder
             self._wants_snapshot.set()
         return self._holders[namespace]
 
@@ -75,6 +72,7 @@ class KvdFeed:
         """Nobody reads this namespace any more."""
         holder = self._holders.pop(namespace, None)
         if holder is not None:
+            self._decoder.drop_namespace(namespace)
             self._map.drop_holder(holder)
 
     async def run(self) -> None:
@@ -83,9 +81,9 @@ class KvdFeed:
         while True:
             try:
                 await self._follow()
-            except (_OutOfStepError, EventFormatError, TimeoutError, zmq.ZMQError) as error:
+            except (_OutOfStepError, TimeoutError, zmq.ZMQError) as error:
                 pause_s = RETRY_S_MIN if self.is_in_step else min(pause_s * 2, RETRY_S_MAX)
-                self._counters["resync"] += 1
+                self._map.count("kvd", "resync")
                 _log.warning("cachemap: kvd %s out of step (%s); asking again in %.1f s", self.instance, error, pause_s)
             finally:
                 self._forget()
@@ -130,25 +128,25 @@ class KvdFeed:
 
     def _live(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[0] != self._topic:
-            self._counters["other_topic"] += 1
+            self._map.count("kvd", "other_topic")
             return
         sequence = read_sequence(frames[1])
         if sequence is None:
-            raise EventFormatError("a sequence number must have 8 bytes")
+            raise _OutOfStepError("a sequence number must have 8 bytes")
         if self._next_sequence is not None and sequence < self._next_sequence:
-            self._counters["duplicate"] += 1
+            self._map.count("kvd", "duplicate")
             return
         if self._next_sequence is not None and sequence > self._next_sequence:
-            self._counters["gap"] += 1
+            self._map.count("kvd", "gap")
             raise _OutOfStepError(f"events {self._next_sequence} to {sequence - 1} were lost")
         self._next_sequence = sequence + 1
         self._apply(frames[2])
 
     async def _load_snapshot(self) -> None:
         """Replace everything by what kvd says it holds."""
-        self._clear()
+        self._decoder.reset()
         self._next_sequence = None
-        self._counters["snapshot"] += 1
+        self._map.count("kvd", "snapshot")
         socket = dealer(self._context, self._snapshot_endpoint)
         try:
             await socket.send_multipart([b"", b"snapshot"])
@@ -168,7 +166,7 @@ class KvdFeed:
             raise _OutOfStepError("another kvd answered the snapshot")
         sequence = read_sequence(frames[2])
         if sequence is None:
-            raise EventFormatError("a sequence number must have 8 bytes")
+            raise _OutOfStepError("a sequence number must have 8 bytes")
         if sequence == END_SEQUENCE:
             return False
         self._next_sequence = sequence + 1
@@ -176,35 +174,12 @@ class KvdFeed:
         return True
 
     def _apply(self, payload: bytes) -> None:
-        for event in decode_kvd_events(payload):
-            if isinstance(event, KvdCleared):
-                self._counters["cleared"] += 1
-                self._clear()
-            elif not isinstance(event, KvdChange):
-                self._counters["unknown_event"] += 1
-            else:
-                self._change(event)
-
-    def _change(self, event: KvdChange) -> None:
-        holder = self._holders.get(event.namespace)
-        if holder is None or event.group != 0:
-            self._counters["other_namespace" if holder is None else "other_group"] += len(event.keys)
-        elif event.kind == "stored":
-            refused = self._map.store(holder, event.tier, event.keys)
-            self._counters["refused_full"] += refused
-            self._counters["stored"] += len(event.keys) - refused
-        else:
-            unknown = self._map.remove(holder, event.tier, event.keys)
-            self._counters["removed_unknown"] += unknown
-            self._counters["removed"] += len(event.keys) - unknown
-
-    def _clear(self) -> None:
-        for holder in self._holders.values():
-            self._map.clear(holder)
+        if not self._decoder.apply(payload):
+            raise _OutOfStepError("a frame could not be read")
 
     def _forget(self) -> None:
         self.is_in_step = False
-        self._clear()
+        self._decoder.reset()
 
 
 async def _until_disconnected(monitor: zmq.asyncio.Socket) -> None:

@@ -17,11 +17,17 @@ Frame = tuple[int, bytes]
 
 @dataclass(slots=True)
 class Step:
-    """What to do, in this order: forget everything (``resync``), apply ``frames``, ask a replay (``replay_from``)."""
+    """What to do, in this order: forget everything (``resync``), apply ``frames``, ask a replay (``replay_from``).
+
+    ``duplicates`` says how many frames were dropped as known, ``is_gap`` that the replay is asked for because
+    frames are missing.
+    """
 
     frames: list[bytes] = field(default_factory=list)
     resync: bool = False
     replay_from: int | None = None
+    duplicates: int = 0
+    is_gap: bool = False
 
 
 class SequenceTracker:
@@ -49,12 +55,12 @@ class SequenceTracker:
             return Step()
         if sequence < self.next_sequence:
             self.duplicates += 1
-            return Step()
+            return Step(duplicates=1)
         if sequence > self.next_sequence:
             self.gaps += 1
             self._is_replaying = True
             self._waiting.append((sequence, payload))
-            return Step(replay_from=self.next_sequence)
+            return Step(replay_from=self.next_sequence, is_gap=True)
         self.next_sequence = sequence + 1
         return Step(frames=[payload])
 
@@ -62,7 +68,7 @@ class SequenceTracker:
         """A frame of the replay that was asked for."""
         if not self._is_replaying or sequence < self.next_sequence:
             self.duplicates += 1
-            return Step()
+            return Step(duplicates=1)
         step = Step(frames=[payload])
         if sequence > self.next_sequence:
             step.resync = self._lost()
@@ -77,6 +83,7 @@ class SequenceTracker:
         for sequence, payload in sorted(self._waiting, key=lambda frame: frame[0]):
             if sequence < self.next_sequence:
                 self.duplicates += 1
+                step.duplicates += 1
                 continue
             if sequence > self.next_sequence and self._lost():
                 step.resync = True

@@ -124,7 +124,7 @@ async def test_snapshot_then_changes_for_every_worker_that_names_it(kvd: Kvd, ca
     assert hit(cache, stranger) == 0
     for worker in readers:
         cache.remove_worker(worker)
-    assert cache.map.entry_count == 0
+    assert cache.entry_count == 0
 
 
 async def test_a_gap_brings_a_new_snapshot_and_no_ghost(kvd: Kvd, cache: FleetCache) -> None:
@@ -135,7 +135,7 @@ async def test_a_gap_brings_a_new_snapshot_and_no_ghost(kvd: Kvd, cache: FleetCa
     await kvd.say("removed", KEYS[2], lose=True)
     await kvd.say("stored", KEYS[9])
     await until(lambda: hit(cache, worker) == 32)
-    assert cache.kvd_counters["gap"] == 1
+    assert cache.counters("kvd")["gap"] == 1
 
 
 async def test_when_kvd_goes_away_its_blocks_go_and_come_back_with_it(kvd: Kvd, cache: FleetCache) -> None:
@@ -156,14 +156,14 @@ async def test_a_worker_that_changes_its_kvd_reads_only_the_new_one(kvd: Kvd, ca
     old = record(1, kvd=kvd.source())
     cache.add_worker(old)
     await until(lambda: hit(cache, old) == 64)
-    ranks = cache._ranks[old.incarnation]
+    ranks = cache.ingest.directory[old.incarnation].ranks
     new = record(1, kvd=kvd.source("bb"))
     cache.change_worker(old, new)
     await until(lambda: not cache.problems())
     assert hit(cache, new) == 0
-    assert cache._ranks[new.incarnation] is ranks, "the engine's own entries are kept"
+    assert cache.ingest.directory[new.incarnation].ranks == ranks, "the engine's own entries are kept"
     cache.remove_worker(new)
-    assert cache.map.entry_count == 0
+    assert cache.entry_count == 0
 
 
 async def test_mooncake_1548_announced_removals_are_followed(kvd: Kvd, cache: FleetCache) -> None:
@@ -177,4 +177,4 @@ async def test_mooncake_1548_announced_removals_are_followed(kvd: Kvd, cache: Fl
         await kvd.say("removed", *KEYS)
     await kvd.say("stored", KEYS[0])
     await until(lambda: hit(cache, worker) == 16)
-    assert cache.map.entry_count == 1
+    assert cache.entry_count == 1

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 SECONDS = 5
 
 
-@pytest.mark.parametrize("target", ["fuzz_adopt", "fuzz_arena", "fuzz_frames"])
+@pytest.mark.parametrize("target", ["fuzz_adopt", "fuzz_arena", "fuzz_events", "fuzz_frames", "fuzz_map"])
 def test_a_short_run_finds_nothing(target: str, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     environ = os.environ | {

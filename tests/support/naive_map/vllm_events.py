@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from infera.cachemap.events import (
+from tests.support.naive_map.events import (
     EVENTS_PER_BATCH_MAX,
     AllCleared,
     BlocksRemoved,

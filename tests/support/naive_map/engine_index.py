@@ -13,7 +13,8 @@ from typing import Final
 
 from infera_core.keys import GRAIN_TOKENS, KEY_BYTES, chain_keys, root_key
 
-from infera.cachemap.events import (
+from infera.cachemap.interface import CacheMap, Tier
+from tests.support.naive_map.events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -21,7 +22,6 @@ from infera.cachemap.events import (
     EngineHash,
     UnknownEvent,
 )
-from infera.cachemap.interface import CacheMap, Tier
 
 ALIASES_MAX_DEFAULT: Final = 2_000_000
 _TIERS_BY_MEDIUM: Final = {None: Tier.HBM, "GPU": Tier.HBM, "CPU": Tier.RAM, "CPU_PINNED": Tier.RAM, "DISK": Tier.DISK}

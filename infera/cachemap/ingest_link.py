@@ -1,0 +1,226 @@
+"""A server's connection to the ingest process: starts it, reads its map, and starts it again when it dies.
+
+While nobody keeps a map nothing is matched, which only means hits that are not predicted; ``problems`` says so,
+and the counters say how often it happened. A new process builds the map from replays and snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from typing import Final
+
+import msgspec
+
+from infera.cachemap.follower import now_ms
+from infera.cachemap.ingest_wire import (
+    HELLO,
+    Add,
+    Holders,
+    Predict,
+    Remove,
+    ToIngest,
+    ToServer,
+    WireError,
+    address,
+    receive,
+    send,
+)
+from infera.cachemap.interface import WorkerHolders
+from infera.cachemap.native_map import ENTRY_LIMIT_DEFAULT, MapReader, MapUnusableError
+from infera.discovery.record import WorkerRecord, encode_record
+
+START_S_MAX: Final = 30.0
+CONNECT_PAUSE_S: Final = 0.05
+RETRY_S_MIN: Final = 0.25
+RETRY_S_MAX: Final = 15.0
+LOOK_S: Final = 2.0
+STUCK_MS: Final = 20_000
+"""The ingest process says four times a second that it is alive; silent for this long, it is started anew."""
+STOP_S_MAX: Final = 5.0
+QUIET_START_S: Final = 10.0
+_DECODER: Final = msgspec.msgpack.Decoder(ToServer)
+_log = logging.getLogger(__name__)
+
+
+class IngestLink:
+    """See fleet_cache.Ingest. With ``name`` it joins an ingest process that another server looks after."""
+
+    def __init__(self, entry_limit: int = ENTRY_LIMIT_DEFAULT, name: str | None = None) -> None:
+        self.reader: MapReader | None = None
+        self.directory: dict[str, WorkerHolders] = {}
+        self.restarts = 0
+        self.lost_predictions = 0
+        self._entry_limit = entry_limit
+        self._joined_name = name
+        self._records: dict[str, WorkerRecord] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._problems: tuple[str, ...] = ()
+        self._why_down = "it is starting"
+        self._down_since_s = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the ingest process; does not wait until it is there."""
+        self._task = asyncio.create_task(self._run(), name="the cache map's ingest process")
+
+    async def close(self) -> None:
+        """Stop it and forget the map."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._end_process()
+
+    def add_worker(self, record: WorkerRecord) -> None:
+        """Follow a worker's events, and its kvd's."""
+        self._records[record.incarnation] = record
+        self._say(Add(encode_record(record)))
+
+    def change_worker(self, old: WorkerRecord, new: WorkerRecord) -> None:
+        """Follow what changed and keep the rest."""
+        del old
+        self.add_worker(new)
+
+    def remove_worker(self, record: WorkerRecord) -> None:
+        """Forget what the worker held."""
+        self._records.pop(record.incarnation, None)
+        self.directory.pop(record.incarnation, None)
+        self._say(Remove(record.incarnation))
+
+    def predict(self, holder: int, keys: bytes) -> None:
+        """Enter what a request just sent there will store."""
+        self._say(Predict(holder, keys))
+
+    def problems(self) -> list[str]:
+        """What is not followed, in words."""
+        if self.reader is None:
+            is_new = self.restarts == 0 and time.monotonic() - self._down_since_s < QUIET_START_S
+            return [] if is_new else [f"no cache is seen: the cache map's ingest process is down ({self._why_down})"]
+        return list(self._problems)
+
+    def _say(self, message: ToIngest) -> None:
+        if self._writer is None:
+            # A record is sent again when there is somebody to send it to; a prediction is not worth keeping.
+            self.lost_predictions += isinstance(message, Predict)
+            return
+        try:
+            send(self._writer, message)
+        except WireError:
+            self._writer.transport.abort()
+
+    async def _run(self) -> None:
+        pause_s = RETRY_S_MIN
+        while True:
+            started_s = time.monotonic()
+            try:
+                await self._follow()
+            except (WireError, MapUnusableError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                self._why_down = str(error)
+            finally:
+                self._forget()
+            pause_s = RETRY_S_MIN if time.monotonic() - started_s > RETRY_S_MAX else min(pause_s * 2, RETRY_S_MAX)
+            self.restarts += 1
+            _log.warning("cachemap: the ingest process is down (%s); again in %.2f s", self._why_down, pause_s)
+            await self._end_process()
+            await asyncio.sleep(pause_s)
+
+    async def _follow(self) -> None:
+        name = self._joined_name or secrets.token_hex(16)
+        if self._joined_name is None:
+            await self._start_process(name)
+        connection = await self._connect(name)
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        try:
+            self._writer = writer
+            for record in self._records.values():
+                self._say(Add(encode_record(record)))
+            await self._listen(reader)
+        finally:
+            writer.close()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        message = asyncio.create_task(receive(reader))
+        since_ms = now_ms()
+        try:
+            while True:
+                done, _ = await asyncio.wait({message}, timeout=LOOK_S)
+                if done:
+                    self._take(_DECODER.decode(message.result()))
+                    message = asyncio.create_task(receive(reader))
+                elif self.reader and now_ms() - max(since_ms, self.reader.facts().beat_ms) > STUCK_MS:
+                    raise TimeoutError(f"it has not moved for {STUCK_MS // 1000} s")
+        finally:
+            message.cancel()
+            await asyncio.gather(message, return_exceptions=True)
+
+    def _take(self, message: ToServer) -> None:
+        if isinstance(message, Holders):
+            if message.incarnation in self._records:
+                self.directory[message.incarnation] = WorkerHolders(message.ranks, message.shared)
+        else:
+            self._problems = message.lines
+
+    async def _start_process(self, name: str) -> None:
+        # A session of its own: Ctrl-C is for the server, which stops it in order.
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "infera.cachemap.ingest", "--name", name, "--entries", str(self._entry_limit)),
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    async def _connect(self, name: str) -> socket.socket:
+        """Connects as soon as somebody listens, and maps the memory."""
+        async with asyncio.timeout(START_S_MAX):
+            while True:
+                if self._process is not None and self._process.returncode is not None:
+                    raise WireError(f"it ended with status {self._process.returncode}")
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                try:
+                    connection.connect(address(name))
+                    break
+                except OSError:
+                    connection.close()
+                    await asyncio.sleep(CONNECT_PAUSE_S)
+        try:
+            self.reader = await asyncio.to_thread(_read_hello, connection)
+        except BaseException:
+            connection.close()
+            raise
+        connection.setblocking(False)
+        return connection
+
+    def _forget(self) -> None:
+        self._writer = None
+        self.reader = None
+        self.directory.clear()
+        self._problems = ()
+        self._down_since_s = time.monotonic()
+
+    async def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S_MAX)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _read_hello(connection: socket.socket) -> MapReader:
+    connection.settimeout(START_S_MAX)
+    hello, descriptors, _, _ = socket.recv_fds(connection, len(HELLO), 1)
+    try:
+        if hello != HELLO or not descriptors:
+            raise WireError("the process at the socket is not this version's ingest process")
+        return MapReader.of_descriptor(descriptors[0])
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

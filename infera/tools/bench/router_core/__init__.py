@@ -1,0 +1,1 @@
+"""What the router's core costs: events in, matches and picks out."""
