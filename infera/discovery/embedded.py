@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from infera.discovery.record import WorkerRecord
+from infera.discovery.record import WorkerRecord, without_load
 from infera.discovery.registry import FleetListener
 
 LEASE_TTL_S: Final = 6.0
@@ -105,7 +105,7 @@ class EmbeddedRegistry:
             return False
         old, lease.record, lease.expires_s = lease.record, record, now_s + self.lease_ttl_s
         if self._listener is not None:
-            if old != record:
+            if without_load(old) != without_load(record):
                 self._listener.worker_changed(old, record)
             self._listener.worker_beat(record)
         return True

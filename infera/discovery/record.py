@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,6 +21,22 @@ ALIASES_MAX: Final = 64
 DP_RANKS_MAX: Final = 1024
 BLOCK_SIZE_TOKENS_MAX: Final = 65_536
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+CHAT_TEMPLATE_BYTES_MAX: Final = 24 * 1024
+"""A longer template given on the engine's command line travels as its digest only."""
+RENDER_FLAGS_MAX: Final = 64
+
+# Asked of the engine and of the router's own tokenizer; the answers must be the same ids. The text holds what
+# tokenizers disagree about: leading and repeated spaces, digits, line ends, composed and decomposed letters.
+PROBE_TEXT: Final = (
+    " The quick  brown fox 2026's 31.415 == 0x1F\n\n\tdef f(a):\r\n    return {'na\u00efve': 'e\u0301 \u65e5\u672c'}"
+    " \U0001f680 <s> end "
+)
+PROBE_MESSAGES: Final = (
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4."},
+    {"role": "user", "content": " And 3 + 3? "},
+)
 
 _INCARNATION: Final = re.compile(r"[0-9a-f]{32}")
 _HEX: Final = re.compile(r"(?:[0-9a-f]{2})+")
@@ -57,11 +73,51 @@ class KvdSource(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str | None = None
 
 
+class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's rank says it is doing: requests, and the share of its KV memory in use (0 to 1).
+
+    ``computed_tokens``: prompt tokens it computed since it started, whoever sent them.
+    """
+
+    dp_rank: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
+    kv_usage: float | None = None
+    computed_tokens: int | None = None
+
+
+class RenderProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What turns a request into tokens on the engine's side, beside the model's own files.
+
+    ``chat_template`` is the source given on the command line (None: the tokenizer's own), and
+    ``chat_template_digest`` its SHA-256 in hex, which is there even where the source is too long to travel.
+    ``template_arguments`` are the engine's defaults for chat_template_kwargs. ``unrendered_flags`` names flags
+    that change prompts in ways the router does not follow. The probes are ``ids_digest`` of the engine's ids
+    for PROBE_TEXT (special tokens added) and PROBE_MESSAGES; empty where it was not asked or refused.
+    """
+
+    tokenizer_path: str = ""
+    tokenizer_mode: str = "auto"
+    chat_template: str | None = None
+    chat_template_digest: str = ""
+    content_format: Literal["auto", "string", "openai"] = "auto"
+    template_arguments: dict[str, Any] = msgspec.field(default_factory=dict)
+    excludes_tools_when_choice_none: bool = False
+    trusts_request_template: bool = False
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    disabled_thinking_effort: str = "auto"
+    unrendered_flags: tuple[str, ...] = ()
+    text_probe_digest: str = ""
+    chat_probe_digest: str = ""
+
+
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One engine endpoint in one life. A restart is a new incarnation and so a new worker.
 
     Sizes are in tokens. ``worker_id`` names the place (it survives a restart), ``incarnation`` the life.
-    ``tokenizer_digest`` is empty where the agent could not read the model folder.
+    ``tokenizer_digest`` is empty where the agent could not read the model folder. ``load`` is the engine's at the
+    time of the heartbeat; two records that differ in it alone describe the same worker.
     """
 
     incarnation: str
@@ -82,6 +138,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     kvd: KvdSource | None = None
     transports: tuple[str, ...] = ("http",)
     zone: str | None = None
+    hardware: str | None = None
+    load: tuple[RankLoad, ...] = ()
+    render: RenderProfile | None = None
 
 
 _DECODER: Final = msgspec.json.Decoder(WorkerRecord)
@@ -91,6 +150,11 @@ _ENCODER: Final = msgspec.json.Encoder()
 def encode_record(record: WorkerRecord) -> bytes:
     """The record as JSON, the form agents send and registries keep."""
     return _ENCODER.encode(record)
+
+
+def without_load(record: WorkerRecord) -> WorkerRecord:
+    """The record without what changes from heartbeat to heartbeat."""
+    return msgspec.structs.replace(record, load=()) if record.load else record
 
 
 def decode_record(body: bytes) -> WorkerRecord:
@@ -123,6 +187,23 @@ def check_record(record: WorkerRecord) -> None:
     _check_url(record.url)
     _check_sizes(record)
     _check_sources(record)
+    if record.render is not None:
+        _check_render(record.render)
+
+
+def _check_render(render: RenderProfile) -> None:
+    for field in ("chat_template_digest", "text_probe_digest", "chat_probe_digest"):
+        value: str = getattr(render, field)
+        if value and not _HEX.fullmatch(value):
+            raise RecordError(f"render.{field} must be hex or empty")
+    if render.chat_template is not None:
+        source = render.chat_template.encode(errors="surrogatepass")
+        if len(source) > CHAT_TEMPLATE_BYTES_MAX or hashlib.sha256(source).hexdigest() != render.chat_template_digest:
+            raise RecordError(
+                f"render.chat_template must have {CHAT_TEMPLATE_BYTES_MAX} bytes at most and the digest given beside it"
+            )
+    if len(render.unrendered_flags) > RENDER_FLAGS_MAX:
+        raise RecordError(f"render.unrendered_flags: {RENDER_FLAGS_MAX} at most")
 
 
 def _check_names(record: WorkerRecord) -> None:
@@ -136,6 +217,10 @@ def _check_names(record: WorkerRecord) -> None:
             raise RecordError(f"{field} must be 1 to {NAME_CHARACTERS_MAX} printable characters")
     if not record.worker_id.isascii():
         raise RecordError("worker_id must be ASCII: it travels in an HTTP header")
+    if record.hardware is not None and not (
+        len(record.hardware) <= NAME_CHARACTERS_MAX and record.hardware.isprintable()
+    ):
+        raise RecordError(f"hardware must be {NAME_CHARACTERS_MAX} printable characters at most")
     if record.tokenizer_digest and not _HEX.fullmatch(record.tokenizer_digest):
         raise RecordError("tokenizer_digest must be hex or empty")
 
@@ -159,6 +244,13 @@ def _check_sizes(record: WorkerRecord) -> None:
             raise RecordError(f"{field} must be positive or null, not {value}")
     if record.block_size_tokens is not None and record.block_size_tokens > BLOCK_SIZE_TOKENS_MAX:
         raise RecordError(f"block_size_tokens must be {BLOCK_SIZE_TOKENS_MAX} at most")
+    if len(record.load) > DP_RANKS_MAX:
+        raise RecordError(f"load: {DP_RANKS_MAX} ranks at most, not {len(record.load)}")
+    for load in record.load:
+        if min(load.dp_rank, load.running_requests, load.waiting_requests, load.computed_tokens or 0) < 0:
+            raise RecordError("load: counts must not be negative")
+        if load.kv_usage is not None and not 0 <= load.kv_usage <= 1:
+            raise RecordError(f"load.kv_usage must be from 0 to 1, not {load.kv_usage}")
 
 
 def _check_sources(record: WorkerRecord) -> None:
@@ -201,3 +293,8 @@ def tokenizer_digest(model_path: str | Path) -> str:
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest() if found else ""
+
+
+def ids_digest(ids: list[int]) -> str:
+    """SHA-256 (hex) over token ids as unsigned 32-bit little-endian numbers; raises OverflowError beyond 32 bits."""
+    return hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in ids)).hexdigest()

@@ -10,7 +10,8 @@ from infera.prompt.outcome import UnrenderableError
 
 PROMPTS_MAX: Final = 1024
 TOKEN_ID_MAX: Final = 2**32 - 1
-_UNRENDERED_FIELDS: Final = ("suffix", "prompt_embeds", "truncate_prompt_tokens")
+# What only the engine can carry out; most engines refuse a suffix.
+_UNRENDERED_FIELDS: Final = ("suffix", "prompt_embeds")
 
 
 def completion_prompts(body: Mapping[str, Any]) -> list[str] | list[array[int]]:
@@ -19,6 +20,8 @@ def completion_prompts(body: Mapping[str, Any]) -> list[str] | list[array[int]]:
         if body.get(field) is not None:
             raise UnrenderableError(field, f"{field} in a request is left to the engine")
     prompt = body.get("prompt")
+    if prompt == "":
+        raise UnrenderableError("malformed", "prompt must not be empty")
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:

@@ -50,13 +50,18 @@ _KNOWN_PART_FIELDS: Final = frozenset(
 )
 
 
-def normalise_messages(messages: Any, content_format: ContentFormat) -> list[dict[str, Any]]:
-    """Messages for the template. Raises UnrenderableError on anything but well-formed text messages."""
+def normalise_messages(
+    messages: Any, content_format: ContentFormat, *, orders_calls: bool = True
+) -> list[dict[str, Any]]:
+    """Messages for the template; ``orders_calls``: the fields of tool calls come in the order of the engine's types.
+
+    Raises UnrenderableError on anything but well-formed text messages.
+    """
     if not isinstance(messages, list) or not messages:
         raise UnrenderableError("malformed", "messages must be a list that is not empty")
     if len(messages) > MESSAGES_MAX:
         raise UnrenderableError("too_large", f"more than {MESSAGES_MAX} messages")
-    return [_normalise(message, content_format) for message in messages]
+    return [_normalise(message, content_format, orders_calls) for message in messages]
 
 
 def developer_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -75,7 +80,7 @@ def developer_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def _normalise(message: Any, content_format: ContentFormat) -> dict[str, Any]:
+def _normalise(message: Any, content_format: ContentFormat, orders_calls: bool) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UnrenderableError("malformed", "every message must be an object with a role")
     role = message["role"]
@@ -84,12 +89,13 @@ def _normalise(message: Any, content_format: ContentFormat) -> dict[str, Any]:
         parts = _without_attribution(parts)
     result: dict[str, Any] = {"role": role, "content": _content(parts, content_format)}
     if role == "assistant":
-        _add_assistant_fields(result, message)
+        _add_assistant_fields(result, message, orders_calls)
     elif role == "tool":
         if "tool_call_id" in message:
             result["tool_call_id"] = message["tool_call_id"]
-        if isinstance(result["content"], list):
-            result["content"] = _plain_text(result["content"])
+        content = result["content"]
+        if isinstance(content, list) and all(part["type"] == "text" for part in content):
+            result["content"] = _plain_text(content)
     elif role == "developer":
         result["tools"] = message.get("tools")
     for field in ("name", "task"):
@@ -113,6 +119,11 @@ def _content(parts: list[dict[str, Any]], content_format: ContentFormat) -> str 
     wrapped: list[dict[str, Any]] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "tool_reference" and part.get("uuid") is None and isinstance(part.get("name"), str):
+            # A tool that the template may expand; it is not text, but it needs no processor either.
+            texts.append(part["name"])
+            wrapped.append({"type": "tool_reference", "name": part["name"]})
+            continue
         field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
         if field is None or part.get("uuid") is not None:
             raise UnrenderableError("not_text", f"content of type {kind!r} needs the model's own processor")
@@ -144,10 +155,10 @@ def _without_attribution(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _plain_text(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.get("text", "") for part in content)
+    return "\n".join(part["text"] for part in content if "text" in part)
 
 
-def _add_assistant_fields(result: dict[str, Any], message: dict[str, Any]) -> None:
+def _add_assistant_fields(result: dict[str, Any], message: dict[str, Any], orders_calls: bool) -> None:
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
@@ -158,10 +169,10 @@ def _add_assistant_fields(result: dict[str, Any], message: dict[str, Any]) -> No
         return
     if not isinstance(calls, list):
         raise UnrenderableError("malformed", "tool_calls must be a list")
-    result["tool_calls"] = [_tool_call(call) for call in calls]
+    result["tool_calls"] = [_tool_call(call, orders_calls) for call in calls]
 
 
-def _tool_call(call: Any) -> dict[str, Any]:
+def _tool_call(call: Any, orders_calls: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise UnrenderableError("malformed", "tool_calls must be functions")
@@ -169,6 +180,16 @@ def _tool_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str) and arguments:
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = {}
-    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
+    function = {**function, "arguments": arguments if isinstance(arguments, dict) else {}}
+    whole: dict[str, Any] = {**call, "function": function}
+    if not orders_calls:
+        return whole
+    # The engine reads a chat's tool calls into types of its own, whose fields have this order; a template that
+    # writes out a whole call shows it.
+    return _in_order(whole, ("id", "function", "type")) | {"function": _in_order(function, ("arguments", "name"))}
+
+
+def _in_order(fields: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
+    return {name: fields[name] for name in first if name in fields} | fields

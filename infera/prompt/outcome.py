@@ -25,9 +25,13 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRequest:
-    """Every prompt of a request: one for a chat, one or more for completions."""
+    """Every prompt of a request: one for a chat, one or more for completions.
+
+    ``reads_cache`` is False where the engine computes every token anew, as it must to give the prompt's logprobs.
+    """
 
     prompts: tuple[RenderedPrompt, ...]
+    reads_cache: bool = True
 
     @property
     def token_count(self) -> int:

@@ -1,38 +1,47 @@
-"""Rendering for a whole fleet: one tokenizer per model, work in a bounded thread pool, once per request."""
+"""Rendering for a whole fleet: one tokenizer per model, work in bounded thread pools, once per request."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from infera_core.keys import IDENTITY_BYTES_MAX, chain_keys, root_key
+import msgspec
 
-from infera.discovery.record import tokenizer_digest
-from infera.prompt.chat import render_chat_text
-from infera.prompt.completions import completion_prompts
-from infera.prompt.outcome import (
-    ContextLengthError,
-    RenderedPrompt,
-    RenderedRequest,
-    RenderOutcome,
-    Unrenderable,
-    UnrenderableError,
-)
+from infera.discovery.record import RenderProfile, tokenizer_digest
+from infera.prompt.outcome import RenderOutcome, Unrenderable, UnrenderableError
+from infera.prompt.probe import check_probes
+from infera.prompt.request import RequestKind, render_request
 from infera.prompt.tokenizer import ModelTokenizer
+
+__all__ = ["PromptRenderer", "RequestKind"]
 
 MODELS_MAX: Final = 64
 THREADS_DEFAULT: Final = 2
 WAITING_MAX_DEFAULT: Final = 256
 TIMEOUT_S_DEFAULT: Final = 30.0
+# Requests with more text than this wait in a queue of their own, so that they do not hold up the others.
+LONG_CHARACTERS: Final = 256 * 1024
+LONG_THREADS: Final = 1
+LONG_WAITING_MAX: Final = 16
 
-RequestKind = Literal["chat", "completions"]
 _log = logging.getLogger(__name__)
+
+
+class _Lane:
+    """Threads, and how many requests may be with them."""
+
+    def __init__(self, name: str, thread_count: int, waiting_max: int) -> None:
+        self.pool = ThreadPoolExecutor(thread_count, thread_name_prefix=f"infera-prompt-{name}")
+        self.waiting = 0
+        self.waiting_max = waiting_max
+
+    def one_done(self) -> None:
+        self.waiting -= 1
 
 
 class PromptRenderer:
@@ -48,17 +57,18 @@ class PromptRenderer:
     ) -> None:
         """``tokenizer_path`` overrides the folder every worker record names."""
         self._override = tokenizer_path
-        self._pool = ThreadPoolExecutor(thread_count, thread_name_prefix="infera-prompt")
-        self._waiting = 0
-        self._waiting_max = waiting_max
+        self._short = _Lane("short", thread_count, waiting_max)
+        self._long = _Lane("long", LONG_THREADS, LONG_WAITING_MAX)
         self._timeout_s = timeout_s
         self._loaded: dict[str, tuple[str, ModelTokenizer | Unrenderable]] = {}
         self._loading: dict[str, asyncio.Future[None]] = {}
 
-    async def prepare(self, model: str, folder: str, digest: str) -> None:
+    async def prepare(self, model: str, folder: str, digest: str, profile: RenderProfile | None = None) -> None:
         """Load the model's tokenizer unless it is there. Problems are kept and shown, not raised."""
-        path = self._override or (Path(folder) if folder else None)
-        wanted = f"{path}\0{digest}"
+        profile = profile or RenderProfile()
+        named = profile.tokenizer_path or folder
+        path = self._override or (Path(named) if named else None)
+        wanted = f"{path}\0{digest}\0{msgspec.json.encode(profile).decode()}"
         if model in self._loaded and self._loaded[model][0] == wanted:
             return
         if model not in self._loaded and len(self._loaded) >= MODELS_MAX:
@@ -66,9 +76,10 @@ class PromptRenderer:
             return
         if model in self._loading:
             return
-        self._loading[model] = loading = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._loading[model] = loading = loop.create_future()
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._pool, _load, path, digest)
+            found = await loop.run_in_executor(self._short.pool, _load, path, digest, profile)
             self._loaded[model] = (wanted, found)
         finally:
             del self._loading[model]
@@ -94,16 +105,17 @@ class PromptRenderer:
 
         Raises ContextLengthError when the prompt is longer than ``context_tokens_max``.
         """
-        if self._waiting >= self._waiting_max:
-            return Unrenderable("busy", f"{self._waiting_max} prompts are being rendered already")
+        lane = self._long if _is_long(body) else self._short
+        if lane.waiting >= lane.waiting_max:
+            return Unrenderable("busy", f"{lane.waiting_max} prompts are being rendered already")
         if model not in self._loaded and model in self._loading:
             await asyncio.wait({self._loading[model]}, timeout=self._timeout_s)
         _, found = self._loaded.get(model, ("", Unrenderable("no_tokenizer", "the tokenizer is not loaded")))
-        self._waiting += 1
-        future = self._pool.submit(_render, found, kind, body, context_tokens_max)
+        lane.waiting += 1
+        future = lane.pool.submit(render_request, found, kind, body, context_tokens_max)
         loop = asyncio.get_running_loop()
         # The count goes down when the thread is done, not when we stop waiting for it.
-        future.add_done_callback(lambda _: _tell(loop, self._one_done))
+        future.add_done_callback(lambda _: _tell(loop, lane.one_done))
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
         except TimeoutError:
@@ -111,10 +123,8 @@ class PromptRenderer:
 
     def close(self) -> None:
         """Stop taking work; what is running ends by its own limits."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _one_done(self) -> None:
-        self._waiting -= 1
+        for lane in (self._short, self._long):
+            lane.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
@@ -122,69 +132,35 @@ def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(what)
 
 
-def _load(folder: Path | None, digest: str) -> ModelTokenizer | Unrenderable:
+def _is_long(body: Mapping[str, Any]) -> bool:
+    """Whether the texts a prompt is made of come to more than LONG_CHARACTERS; stops counting there."""
+    characters = 0
+    pending: list[Any] = [body.get(name) for name in ("prompt", "messages", "input", "system", "tools")]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            characters += len(value)
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, list) and not (value and type(value[0]) is int):
+            pending.extend(value)
+        if characters > LONG_CHARACTERS:
+            return True
+    return False
+
+
+def _load(folder: Path | None, digest: str, profile: RenderProfile) -> ModelTokenizer | Unrenderable:
     if folder is None:
         return Unrenderable("no_tokenizer", "the worker names no model folder; give --router-tokenizer-path")
     try:
-        tokenizer = ModelTokenizer(folder)
+        tokenizer = ModelTokenizer(folder, profile)
+        if digest and not profile.tokenizer_path and tokenizer_digest(folder) != digest:
+            raise UnrenderableError(
+                "tokenizer_differs",
+                f"the tokenizer in {folder} is not the one the workers use; "
+                "give --router-tokenizer-path the same files",
+            )
+        check_probes(tokenizer)
     except UnrenderableError as error:
         return Unrenderable(error.reason, error.detail)
-    if digest and tokenizer_digest(folder) != digest:
-        return Unrenderable(
-            "tokenizer_differs",
-            f"the tokenizer in {folder} is not the one the workers use; give --router-tokenizer-path the same files",
-        )
     return tokenizer
-
-
-def _render(
-    found: ModelTokenizer | Unrenderable, kind: RequestKind, body: Mapping[str, Any], context_tokens_max: int | None
-) -> RenderOutcome:
-    try:
-        root = root_key(salt=_salt(body))
-        prompts = _token_prompts(found, kind, body, context_tokens_max)
-        for tokens in prompts:
-            if context_tokens_max is not None and len(tokens) > context_tokens_max:
-                raise ContextLengthError(context_tokens_max, f"{len(tokens)} tokens")
-        return RenderedRequest(tuple(RenderedPrompt(tokens, chain_keys(root, tokens)) for tokens in prompts))
-    except UnrenderableError as error:
-        return Unrenderable(error.reason, error.detail)
-
-
-def _salt(body: Mapping[str, Any]) -> bytes:
-    salt = body.get("cache_salt")
-    if salt is None:
-        return b""
-    if not isinstance(salt, str) or not salt:
-        raise UnrenderableError("malformed", "cache_salt must be a string that is not empty")
-    encoded = salt.encode()
-    if len(encoded) > IDENTITY_BYTES_MAX:
-        raise UnrenderableError("malformed", f"cache_salt has more than {IDENTITY_BYTES_MAX} bytes")
-    return encoded
-
-
-def _token_prompts(
-    found: ModelTokenizer | Unrenderable, kind: RequestKind, body: Mapping[str, Any], context_tokens_max: int | None
-) -> list[array[int]]:
-    texts: list[str]
-    if kind == "completions":
-        prompts = completion_prompts(body)
-        if not isinstance(prompts[0], str):
-            return [prompt for prompt in prompts if isinstance(prompt, array)]
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if isinstance(found, Unrenderable):
-        raise UnrenderableError(found.reason, found.detail)
-    if kind == "chat":
-        texts = [render_chat_text(found, body)]
-    special = body.get("add_special_tokens", kind == "completions")
-    if not isinstance(special, bool):
-        raise UnrenderableError("malformed", "add_special_tokens must be a boolean")
-    for text in texts:
-        _check_characters(text, found, context_tokens_max)
-    return [found.encode_prompt(text, add_special_tokens=special) for text in texts]
-
-
-def _check_characters(text: str, tokenizer: ModelTokenizer, context_tokens_max: int | None) -> None:
-    """Refuse before tokenizing what cannot fit even if every token were the longest one."""
-    if context_tokens_max is not None and len(text) > context_tokens_max * tokenizer.token_characters_max:
-        raise ContextLengthError(context_tokens_max, f"{len(text)} characters")

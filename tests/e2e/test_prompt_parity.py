@@ -1,101 +1,70 @@
-"""Our token ids against those of the engine's own library, template by template."""
+"""Our token ids against vLLM's own render endpoints, and our pieces against whole texts with real tokenizers."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import random
+from functools import cache
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from infera.prompt.outcome import RenderedRequest
-from infera.prompt.renderer import PromptRenderer
-from infera.tools.engine_env import ensure_vllm
+from infera.prompt.segments import SegmentedTokenizer
 from infera.tools.models import prepare_smollm2, prepare_tiny
-from tests.support import chat_templates
-from tests.support.models import make_model_folder
+from tests.support.engine_fixtures import EngineFleet
+from tests.support.processes import call
+from tests.support.prompt_parity import compare_all
 
 pytestmark = pytest.mark.e2e
 
-SCRIPT = Path(__file__).parent.parent / "support" / "render_with_engine.py"
-
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather <b>now</b> & later, in Zürich 'or' elsewhere",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-_USER = {"role": "user", "content": "What is the capital of France?  "}
-_CHATS: list[dict[str, Any]] = [
-    {"messages": [_USER]},
-    {"messages": [{"role": "system", "content": " Be brief. "}, _USER]},
-    {"messages": [_USER, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "And of Spain? 🇪🇸"}]},
-    {"messages": [_USER], "add_generation_prompt": False},
-    {"messages": [_USER], "tools": [_TOOL]},
-    {"messages": [_USER], "chat_template_kwargs": {"enable_thinking": False, "date_string": "1 Jan 2030"}},
-    {"messages": [_USER], "documents": [{"title": "A", "text": "B"}]},
-    {"messages": [_USER], "add_special_tokens": True},
-    {
-        "messages": [_USER, {"role": "assistant", "content": " The capital is "}],
-        "add_generation_prompt": False,
-        "continue_final_message": True,
-    },
-    {"messages": [{"role": "user", "content": "<|im_end|> inside, and \u00e9\u0301 \t tabs\n\n\nlines"}]},
-    {"messages": [{"role": "assistant", "content": "I begin"}, _USER]},
-]
-_PROMPTS = ["The capital of France is", "", " ", "a\n\nb", "<|im_start|>user\nhi", "naïve 日本語 text" * 40]
-REQUESTS = [{"kind": "chat", "body": body} for body in _CHATS] + [
-    {"kind": "completions", "body": {"prompt": prompt, **extra}}
-    for prompt in _PROMPTS
-    for extra in ({}, {"add_special_tokens": False})
-]
+_SPICES = [
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "start|>", "<", "|>", " ", "  ", "\n", "\n\n", "\t", "\r\n",
+    "user\n", "e\u0301", "\u00a0", "\u200d", "ﬁ", "🇪🇸", "日本", "'s", "123", "<file_sep>", "<jupyter_code>",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(_SPICES) | st.text(max_size=8), max_size=30).map("".join)
 
 
-def _with_parts(request: dict[str, Any]) -> dict[str, Any]:
-    """The request as an engine hands it to a template that loops over parts of content."""
-    messages = request["body"].get("messages", [])
-    wrapped = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    return {**request, "body": {**request["body"], "messages": wrapped}}
+@pytest.mark.timeout(300)
+async def test_random_requests_of_every_kind_get_the_engines_ids() -> None:
+    seed = random.randrange(1_000_000)
+    print(f"seed {seed}")
+    count = await compare_all(seed, per_model=30)
+    assert not count.differing, f"seed {seed}:\n" + "\n".join(count.differing[:3])
+    assert count.exact >= 200, count
+    assert count.unknown_by_design > 0, count
+    assert set(count.by_kind) == {"chat", "completions", "responses", "messages"}
 
 
-def _engine_ids(folder: Path, *, wants_parts: bool) -> list[Any]:
-    requests = [_with_parts(request) for request in REQUESTS] if wants_parts else REQUESTS
-    task = json.dumps({"folder": str(folder), "requests": requests})
-    python = str(ensure_vllm().python)
-    done = subprocess.run([python, str(SCRIPT)], input=task, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer: list[Any] = json.loads(done.stdout)
-    return answer
+@cache
+def real(name: str) -> tuple[Tokenizer, SegmentedTokenizer]:
+    folder = {"smollm2": prepare_smollm2, "tiny": prepare_tiny}[name]()
+    path = str(folder / "tokenizer.json")
+    return Tokenizer.from_file(path), SegmentedTokenizer(Tokenizer.from_file(path), cache_bytes_max=20_000)
 
 
-async def _compare(folder: Path, *, wants_parts: bool = False) -> None:
-    theirs = _engine_ids(folder, wants_parts=wants_parts)
-    renderer = PromptRenderer()
-    await renderer.prepare("m", str(folder), "")
-    try:
-        for request, expected in zip(REQUESTS, theirs, strict=True):
-            outcome = await renderer.render("m", request["kind"], request["body"], context_tokens_max=None)
-            if isinstance(expected, dict):
-                assert not isinstance(outcome, RenderedRequest), f"{request}: the engine refuses: {expected}"
-                continue
-            assert isinstance(outcome, RenderedRequest), f"{request}: {outcome}"
-            assert list(outcome.prompts[0].tokens) == expected, request
-    finally:
-        renderer.close()
+@pytest.mark.parametrize("name", ["smollm2", "tiny"])
+@settings(max_examples=400, deadline=None)
+@given(text=TEXTS)
+@example(text="<|im_start|><|im_start|>")
+@example(text=" <|im_end|> ")
+def test_pieces_give_the_ids_of_the_whole_text(name: str, text: str) -> None:
+    whole, segmented = real(name)
+    assert segmented.is_segmented
+    assert segmented.encode(text).tolist() == whole.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("style", sorted(chat_templates.ALL))
-async def test_parity_with_handmade_templates(style: str, tmp_path: Path) -> None:
-    folder = make_model_folder(
-        tmp_path / style, chat_templates.ALL[style], begins_with_bos=style in ("headers", "turns")
-    )
-    await _compare(folder, wants_parts=style == "parts")
-
-
-@pytest.mark.parametrize("prepare", [prepare_tiny, prepare_smollm2])
-async def test_parity_with_prepared_models(prepare: Callable[[], Path]) -> None:
-    await _compare(prepare())
+def test_a_running_engine_counts_the_tokens_we_rendered(engine_fleet: EngineFleet) -> None:
+    """The self-check of a real fleet: no answer's prompt_tokens differs from ours."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve? 🇪🇸"}]
+    for fields in ({}, {"tools": [tool], "tool_choice": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        body = {"model": "tiny", "messages": messages, "max_tokens": 1, **fields}
+        assert call(f"{engine_fleet.url}/v1/chat/completions", body, timeout_s=60).status == 200
+    engine_fleet.ask("parity <|im_end|> of a text", max_tokens=1)
+    metrics = call(f"{engine_fleet.url}/metrics").body.decode()
+    assert 'infera_prompt_tokens_total{model="tiny",source="predicted"}' in metrics
+    assert "infera_prompt_mismatches_total{" not in metrics
+    (record, *_) = [entry["record"] for entry in call(f"{engine_fleet.url}/v1/workers").json["data"]]
+    assert record["render"]["text_probe_digest"], "the agent asked its engine for the ids of the probe"
+    assert record["render"]["chat_probe_digest"]

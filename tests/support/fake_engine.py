@@ -30,6 +30,7 @@ from infera.discovery.record import (
     EventRank,
     EventSource,
     KvdSource,
+    RankLoad,
     WorkerRecord,
     encode_record,
     tokenizer_digest,
@@ -139,6 +140,7 @@ class FakeEngine:
         self.seen: list[dict[str, Any]] = []
         self.aborted = 0
         self.beats = True
+        self.load: tuple[RankLoad, ...] = ()
 
     async def run(self) -> None:
         """Serve until killed."""
@@ -172,6 +174,7 @@ class FakeEngine:
                 topic=self.topic, ranks=(EventRank(dp_rank=0, pub=self.endpoints[0], replay=self.endpoints[1]),)
             ),
             kvd=KvdSource(**kvd) if kvd else None,
+            load=self.load,
         )
 
     async def _heartbeat(self) -> None:
@@ -231,6 +234,7 @@ class FakeEngine:
         self.times = wanted.get("times", 1)
         self.delay_s = wanted.get("delay_s", self.delay_s)
         self.beats = wanted.get("beats", self.beats)
+        self.load = tuple(RankLoad(**load) for load in wanted.get("load", ()))
         self.publisher.drops_next = wanted.get("drop_events", 0)
         if wanted.get("clear"):
             self.seen.clear()

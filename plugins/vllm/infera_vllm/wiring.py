@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
+
 from infera.hooks.spec import Launch, Wiring
 from infera_vllm.arguments import ServeArguments
+from infera_vllm.render_profile import render_profile
 
 CONNECTOR = {
     "kv_connector": "InferaConnector",
@@ -44,6 +47,7 @@ def wire(launch: Launch, arguments: ServeArguments, version: str) -> Wiring:
         "join_token": launch.environ.get("INFERA_JOIN_TOKEN"),
         "kvd_socket": kvd_socket,
         "engine_facts_path": launch.environ.get(ENGINE_FACTS),
+        "render": msgspec.to_builtins(render_profile(arguments)),
     }
     wiring.notes.append(f"joins the fleet at {', '.join(servers)} as {agent['url']}")
     return Wiring(wiring.notes, agent | events)

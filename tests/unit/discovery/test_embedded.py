@@ -10,7 +10,7 @@ from infera.discovery.embedded import (
     RegistryFullError,
     TokenizerConflictError,
 )
-from infera.discovery.record import WorkerRecord
+from infera.discovery.record import RankLoad, WorkerRecord
 from tests.support.records import record
 
 
@@ -118,3 +118,13 @@ def test_workers_are_bounded(registry: EmbeddedRegistry) -> None:
     assert registry.put(record(1)) is True
     registry.put(record(5, worker_id="worker-1"))
     assert len(registry.workers()) == 3
+
+
+async def test_another_load_is_a_heartbeat_and_no_change(clock: Clock, listener: Listener) -> None:
+    registry = EmbeddedRegistry(clock=clock)
+    await registry.start(listener)
+    for running in range(3):
+        registry.put(record(1, load=(RankLoad(running_requests=running),)))
+    registry.put(record(1, aliases=("a",), load=(RankLoad(running_requests=2),)))
+    await registry.stop()
+    assert [what for what, _ in listener.heard] == ["joined", "beat", "beat", "changed", "beat"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -57,6 +58,27 @@ def test_empty_tool_calls_vanish_and_reasoning_has_both_names() -> None:
 def test_tool_results_are_plain_text_even_for_templates_with_parts() -> None:
     made = normalise_messages([{"role": "tool", "tool_call_id": "1", "content": text("a", "b")}], "openai")
     assert made == [{"role": "tool", "tool_call_id": "1", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize(
+    ("orders", "expected"), [(True, '{"arguments": {"a": 1}, "name": "f", "x": 2}'), (False, None)]
+)
+def test_tool_calls_of_a_chat_take_the_order_of_the_engines_types(orders: bool, expected: str | None) -> None:
+    """A template that writes a whole call out as JSON shows in which order its fields came."""
+    function = {"name": "f", "x": 2, "arguments": '{"a": 1}'}
+    call = {"type": "function", "index": 0, "id": "1", "function": function}
+    message = {"role": "assistant", "tool_calls": [call]}
+    made = normalise_messages([message], "string", orders_calls=orders)[0]["tool_calls"][0]
+    assert list(made) == (["id", "function", "type", "index"] if orders else list(call))
+    assert json.dumps(made["function"]) == (expected or '{"name": "f", "x": 2, "arguments": {"a": 1}}')
+
+
+@pytest.mark.parametrize(("form", "expected"), [("string", "f"), ("openai", [{"type": "tool_reference", "name": "f"}])])
+def test_references_to_tools_stay_what_they_are(form: Any, expected: Any) -> None:
+    content = [{"type": "tool_reference", "name": "f"}]
+    assert (
+        normalise_messages([{"role": "tool", "tool_call_id": "1", "content": content}], form)[0]["content"] == expected
+    )
 
 
 def test_attribution_line_of_a_system_message_is_dropped() -> None:

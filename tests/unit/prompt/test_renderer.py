@@ -10,8 +10,9 @@ import pytest
 from infera_core.keys import chain_keys, root_key
 
 from infera.discovery.record import tokenizer_digest
+from infera.prompt import template
 from infera.prompt.outcome import ContextLengthError, RenderedRequest, Unrenderable
-from infera.prompt.renderer import PromptRenderer
+from infera.prompt.renderer import LONG_WAITING_MAX, THREADS_DEFAULT, PromptRenderer
 from tests.support.chat_templates import CHATML, HEADERS
 from tests.support.models import make_model_folder
 
@@ -82,7 +83,11 @@ async def test_all_shapes_of_completion_prompts(renderer: PromptRenderer) -> Non
         ({"prompt": [True]}, "malformed"),
         ({"prompt": ["x"] * 2000}, "too_large"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
-        ({"prompt": "x", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        ({"prompt": "x", "truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ({"prompt": "x", "truncate_prompt_tokens": 0}, "malformed"),
+        ({"prompt": "x", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+        ({"prompt": "x", "truncation_side": "middle"}, "malformed"),
+        ({"prompt": ""}, "malformed"),
         ({"prompt": "x", "cache_salt": 7}, "malformed"),
         ({"prompt": "x", "add_special_tokens": "yes"}, "malformed"),
     ],
@@ -157,3 +162,65 @@ async def test_unclear_first_token_is_refused_for_text_prompts_only(tmp_path: Pa
     assert await refused(renderer, "completions", prompt="x") == "begin_token_unclear"
     assert (await render(renderer, messages=[{"role": "user", "content": "x"}])).token_count > 1
     renderer.close()
+
+
+async def test_a_template_that_loops_for_ever_does_not_hang_the_others(
+    renderer: PromptRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "RENDER_TIME_S_MAX", 0.3)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    await renderer.prepare("endless", str(make_model_folder(tmp_path / "e", endless)), "")
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages}
+    stuck = [
+        asyncio.create_task(renderer.render("endless", "chat", body, context_tokens_max=None))
+        for _ in range(THREADS_DEFAULT * 2)
+    ]
+    await render(renderer, messages=messages)  # waits for a thread that was stuck, and gets it
+    reasons = [outcome.reason for outcome in await asyncio.gather(*stuck) if isinstance(outcome, Unrenderable)]
+    assert reasons == ["timeout"] * len(stuck)
+
+
+async def test_long_prompts_wait_in_a_queue_of_their_own(renderer: PromptRenderer) -> None:
+    long = {"prompt": LONG * 1000}
+    asked = [renderer.render("m", "completions", long, context_tokens_max=None) for _ in range(LONG_WAITING_MAX + 2)]
+    tasks = [asyncio.create_task(question) for question in asked]
+    await asyncio.sleep(0)
+    assert (await render(renderer, "completions", prompt="short")).token_count > 0
+    assert not all(task.done() for task in tasks)
+    outcomes = await asyncio.gather(*tasks)
+    assert [outcome.reason for outcome in outcomes if isinstance(outcome, Unrenderable)] == ["busy", "busy"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "reads"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "x"}]}, True),
+        ("chat", {"messages": [{"role": "user", "content": "x"}], "logprobs": True}, True),
+        ("chat", {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}, False),
+        ("completions", {"prompt": "x", "echo": True}, True),
+        ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, False),
+        ("completions", {"prompt": "x", "prompt_logprobs": 1}, False),
+    ],
+)
+async def test_logprobs_of_a_prompt_need_it_computed_anew(
+    renderer: PromptRenderer, kind: Any, body: dict[str, Any], reads: bool
+) -> None:
+    assert (await render(renderer, kind, **body)).reads_cache is reads
+
+
+async def test_truncation_keeps_the_end_and_the_special_tokens(renderer: PromptRenderer) -> None:
+    whole = (await render(renderer, "completions", prompt="one two three four")).prompts[0].tokens.tolist()
+    cut = (await render(renderer, "completions", prompt="one two three four", truncate_prompt_tokens=4)).prompts[0]
+    assert cut.tokens.tolist() == [whole[0], *whole[-3:]]
+    ids = (await render(renderer, "completions", prompt=[1, 2, 3, 4], truncate_prompt_tokens=2)).prompts[0]
+    assert ids.tokens.tolist() == [3, 4]
+
+
+async def test_a_request_nested_without_end_is_refused(renderer: PromptRenderer) -> None:
+    nested: Any = "x"
+    for _ in range(100_000):
+        nested = [nested]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": nested}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    assert await refused(renderer, **body) in ("malformed", "template_failed")

@@ -33,6 +33,33 @@ def test_loop_controls_and_generation_tag_render() -> None:
     assert "/" in text
 
 
+def test_arguments_the_template_does_not_name_are_left_out() -> None:
+    source = "{{ a }}{{ max_length }}{% set own = 1 %}{{ own }}{% for x in messages %}{{ x.role }}{% endfor %}"
+    assert render(source, a="1", max_length=7, x="no", own="no", unknown="no") == "11user"
+
+
+def test_names_the_engine_shields_its_templates_from_stay_ours() -> None:
+    """A client cannot replace what is part of Jinja; what the renderer adds, it can, as at the engine."""
+    assert render("{{ range(2) | list }}", range="no") == "[0, 1]"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{% if messages[2].role == 'system' %}{{ raise_exception('no') }}{% endif %}", True),
+        ("{{ strftime_now('%Y') }}", True),
+        ("{% generation %}x{% endgeneration %}", True),
+        ("{{ bos_token + 'x' }}", True),
+        ("{{ bos_token }}", False),
+    ],
+)
+def test_whether_inline_system_messages_move_to_the_front_is_asked_as_the_engine_asks(
+    source: str, expected: bool
+) -> None:
+    assert ChatTemplate(source).wants_system_first() is expected
+
+
 def test_arguments_beat_special_tokens_of_the_same_name() -> None:
     assert render("{{ bos_token }}") == "<s>"
     assert render("{{ bos_token }}", bos_token="!") == "!"
@@ -71,13 +98,6 @@ def test_output_without_end_is_stopped_by_size(monkeypatch: pytest.MonkeyPatch) 
     assert caught.value.reason == "too_large"
 
 
-def test_output_without_end_is_stopped_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "RENDER_TIME_S_MAX", -1.0)
-    with pytest.raises(UnrenderableError) as caught:
-        render("{{ 1 }}")
-    assert caught.value.reason == "timeout"
-
-
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -93,6 +113,17 @@ def test_continuing_what_the_template_drops_is_refused() -> None:
     with pytest.raises(UnrenderableError) as caught:
         render(
             "{{ messages[0].content[:2] }}", [{"role": "assistant", "content": "It is"}], continue_final_message=True
+        )
+    assert caught.value.reason == "continue_failed"
+
+
+def test_continuing_needs_the_whole_message_in_the_text() -> None:
+    """The engine compares the message without the space around it, so the middle must be there as well."""
+    with pytest.raises(UnrenderableError) as caught:
+        render(
+            "{{ messages[0].content[:2] }}{{ messages[0].content[4:] }}",
+            [{"role": "assistant", "content": "It is long"}],
+            continue_final_message=True,
         )
     assert caught.value.reason == "continue_failed"
 
