@@ -9,7 +9,7 @@ export PYTHON
 PY := .venv/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: help setup lint format unit test demo bench-hook bench-kvd soak-kvd fuzz-kvd chaos-kvd sanitize lock clean
+.PHONY: help setup lint format unit test test-parity demo bench-hook bench-tokenizing bench-router-core bench-kvd soak-kvd fuzz-kvd fuzz-map chaos-kvd sanitize lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,11 +37,20 @@ test: lint ## set up what is missing, lint, and run every test (installs vLLM fo
 	@echo "test: the tiny model"; $(PY) -m infera model prepare tiny
 	@echo "test: unit, integration, end to end, chaos"; $(PY) -m pytest $(PYTEST_ARGS)
 
+test-parity: setup ## our token ids against vLLM's own, over hundreds of random requests (SEED repeats a run)
+	@$(PY) -m tests.support.prompt_parity
+
+bench-tokenizing: setup ## what a long prompt costs the others, and what a repeated prefix costs (QUICK=1: short)
+	@$(PY) -m infera.tools.bench.tokenizing
+
 demo: setup ## serve a real model with two engines, kvd and the router, and show what the cache saves
 	@$(PY) -m infera demo
 
 bench-hook: setup ## what the hooks cost a Python process that did not ask for them
 	@$(PY) -m infera.tools.bench.hook_cost
+
+bench-router-core: setup ## events applied, prompts matched, picks made (QUICK=1: under a minute; SEED, CYCLES)
+	@$(PY) -m infera.tools.bench.router_core
 
 bench-kvd: setup ## the memory tier against memcpy and bare sockets (QUICK=1: under a minute)
 	@$(PY) -m infera.tools.bench.kvd
@@ -51,6 +60,9 @@ soak-kvd: setup ## ten million saves of fresh keys (CYCLES): memory stays flat, 
 
 fuzz-kvd: setup ## fuzz the arena and the daemon's socket (FUZZ_SECONDS a target, default 60)
 	@csrc/fuzz/run.sh
+
+fuzz-map: setup ## fuzz the cache map and its event decoders (FUZZ_SECONDS a target, default 60)
+	@FUZZ_TARGETS="fuzz_map fuzz_events" csrc/fuzz/run.sh
 
 chaos-kvd: setup ## clients and daemon killed at random, every byte checked (CHAOS_SECONDS, default 300)
 	@INFERA_TEST_STRESS_S=$${CHAOS_SECONDS:-300} $(PY) -m pytest -s -o timeout=0 tests/chaos/test_kvd_stress.py $(PYTEST_ARGS)

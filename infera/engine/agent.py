@@ -19,8 +19,17 @@ from typing import Any
 
 import msgspec
 
-from infera.discovery.record import EventRank, EventSource, KvdSource, WorkerRecord, tokenizer_digest
+from infera.discovery.record import (
+    EventRank,
+    EventSource,
+    KvdSource,
+    RenderProfile,
+    WorkerRecord,
+    ids_digest,
+    tokenizer_digest,
+)
 from infera.engine.endpoint import EndpointError, EngineEndpoint, ServerEndpoint
+from infera.engine.hardware import hardware_name
 from infera.hooks.bootstrap import AGENT_FACTS
 
 READY_POLL_INTERVAL_S = 0.5
@@ -48,6 +57,7 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str | None = None
     kvd_socket: str | None = None
     engine_facts_path: str | None = None
+    render: RenderProfile | None = None
 
 
 @dataclass
@@ -135,11 +145,11 @@ class Agent:
                 lease.next_heartbeat_s = 0.0
 
     def _current_record(self) -> WorkerRecord:
-        """The full record: what does not change is asked once, kvd's instance each time."""
+        """The full record: what does not change is asked once, kvd's instance and the engine's load each time."""
         if self._record is None:
             self._record = self._describe_engine()
         kvd = self._describe_kvd()
-        return msgspec.structs.replace(self._record, kvd=kvd)
+        return msgspec.structs.replace(self._record, kvd=kvd, load=self.engine.load())
 
     def _describe_engine(self) -> WorkerRecord:
         facts = self.facts
@@ -160,6 +170,19 @@ class Agent:
             block_size_tokens=described.block_size_tokens,
             kv_capacity_tokens=described.kv_capacity_tokens,
             events=self._event_source(),
+            hardware=hardware_name(),
+            render=self._render_profile(described.model),
+        )
+
+    def _render_profile(self, model: str) -> RenderProfile | None:
+        """What the command line says, and the engine's own ids of the probes."""
+        if self.facts.render is None:
+            return None
+        text, chat = self.engine.probe_ids(model)
+        return msgspec.structs.replace(
+            self.facts.render,
+            text_probe_digest=ids_digest(text) if text else "",
+            chat_probe_digest=ids_digest(chat) if chat else "",
         )
 
     def _event_source(self) -> EventSource | None:

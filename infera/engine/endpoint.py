@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from infera.discovery.record import EventRank, WorkerRecord, encode_record
+from infera.discovery.record import (
+    PROBE_MESSAGES,
+    PROBE_TEXT,
+    EventRank,
+    RankLoad,
+    WorkerRecord,
+    encode_record,
+)
+from infera.engine.load import parse_load
 
 TIMEOUT_S = 2.0
 RESPONSE_BYTES_MAX = 4 << 20
@@ -120,6 +128,30 @@ class EngineEndpoint:
         values = [labels.get("block_size", ""), labels.get("num_gpu_blocks", "")]
         sizes = [int(value) if value.isdecimal() else None for value in values]
         return sizes[0], sizes[1]
+
+    def load(self) -> tuple[RankLoad, ...]:
+        """What the engine says it is doing; empty when it does not say."""
+        try:
+            status, content = request(self.url, "GET", "/metrics")
+        except EndpointError:
+            return ()
+        return parse_load(content.decode(errors="replace")) if status == 200 else ()
+
+    def probe_ids(self, model: str) -> tuple[list[int], list[int]]:
+        """The engine's token ids of the probe text and the probe chat; empty where it does not give them."""
+        return (
+            self._tokenize({"model": model, "prompt": PROBE_TEXT, "add_special_tokens": True}),
+            self._tokenize({"model": model, "messages": PROBE_MESSAGES}),
+        )
+
+    def _tokenize(self, question: dict[str, Any]) -> list[int]:
+        try:
+            headers = {"Content-Type": "application/json"}
+            status, content = request(self.url, "POST", "/tokenize", json.dumps(question).encode(), headers)
+            tokens = json.loads(content)["tokens"] if status == 200 else []
+        except (EndpointError, ValueError, KeyError, TypeError):
+            return []
+        return tokens if all(type(token) is int and token >= 0 for token in tokens) else []
 
     def event_ranks(self, topic: str) -> tuple[EventRank, ...]:
         """Where each data-parallel rank publishes, as the engine resolved it; empty when it does not say.

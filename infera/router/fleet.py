@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from infera.cachemap.fleet_cache import FleetCache
-from infera.cachemap.interface import Match, Target
+from infera.cachemap.interface import Match, Target, Tier
 from infera.discovery.record import WorkerRecord
 from infera.prompt.outcome import RenderedRequest
-from infera.router.core import Option
+from infera.router.place import Option, Place
+from infera.router.text_index import TextIndex, TextPrompt
 
 DEFAULT_RANK: Final = 0
 SILENT_BLOCKS: Final = 8
@@ -26,6 +27,15 @@ class FleetWorker:
     failures: int = 0
     computed_tokens: int = 0
     """Prompt tokens the engine says it computed for us, so blocks must have been stored."""
+    places: tuple[Place, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.places = tuple(Place(self.record, rank) for rank in _ranks(self.record))
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether what the worker holds can only be guessed."""
+        return self.record.events is None
 
     @property
     def state(self) -> str:
@@ -39,25 +49,34 @@ class Fleet:
 
     cache: FleetCache
     workers: dict[str, FleetWorker] = field(default_factory=dict)
+    texts: TextIndex = field(default_factory=TextIndex)
 
     def add(self, record: WorkerRecord) -> None:
         """A worker joined."""
         self.workers[record.incarnation] = FleetWorker(record)
         self.cache.add_worker(record)
 
-    def change(self, old: WorkerRecord, new: WorkerRecord) -> None:
-        """A worker's record is another now; where it publishes may have changed."""
+    def change(self, old: WorkerRecord, new: WorkerRecord) -> list[Place]:
+        """A worker's record is another now; where it publishes may have changed. Returns places that are gone."""
         self.cache.change_worker(old, new)
-        self.workers[new.incarnation].record = new
+        worker = self.workers[new.incarnation]
+        before = worker.places
+        worker.record = new
+        worker.places = tuple(Place(new, rank) for rank in _ranks(new))
+        left = {place.key for place in worker.places}
+        return [place for place in before if place.key not in left]
 
     def beat(self, record: WorkerRecord) -> None:
         """A worker said that it is alive, so it is trusted again."""
         self.workers[record.incarnation].is_suspect = False
 
-    def remove(self, record: WorkerRecord) -> None:
-        """A worker left."""
-        if self.workers.pop(record.incarnation, None) is not None:
-            self.cache.remove_worker(record)
+    def remove(self, record: WorkerRecord) -> list[Place]:
+        """A worker left. Returns its places."""
+        worker = self.workers.pop(record.incarnation, None)
+        if worker is None:
+            return []
+        self.cache.remove_worker(record)
+        return list(worker.places)
 
     def suspect(self, incarnation: str, reason: str) -> None:
         """A worker refused or broke a connection."""
@@ -99,33 +118,84 @@ class Fleet:
             if worker.record.role == "mixed" and (name == worker.record.model or name in worker.record.aliases)
         ]
 
-    def options(self, workers: Iterable[FleetWorker], request: RenderedRequest | None) -> list[Option]:
-        """Every rank of every worker with what it holds of the request; without tokens nothing is matched."""
-        places = [(worker, rank) for worker in workers for rank in _ranks(worker.record)]
-        matches = self._matches(places, request)
-        lengths = tuple(prompt.token_count for prompt in request.prompts) if request else ()
+    def options(
+        self,
+        workers: Iterable[FleetWorker],
+        request: RenderedRequest | None,
+        text: TextPrompt | None = None,
+        *,
+        now: float = 0.0,
+    ) -> list[Option]:
+        """Every rank of every worker with what it holds of the request.
+
+        Without tokens, and for workers without events, what a place holds is guessed from ``text`` where that is
+        given; without either nothing is matched.
+        """
+        places = [(worker, place) for worker in workers for place in worker.places]
+        if request is None:
+            return self._guessed(places, text, now)
+        matches = self._matches([place for _, place in places], request)
+        lengths = tuple(prompt.token_count for prompt in request.prompts)
+        options = [
+            Option(place, matches[index], lengths, worker.is_suspect) for index, (worker, place) in enumerate(places)
+        ]
+        if (
+            text is None
+            or len(lengths) != 1
+            or not request.reads_cache
+            or not any(worker.is_blind for worker, _ in places)
+        ):
+            return options
+        held = self.texts.match(text, (place.key for _, place in places), now)
+        # A guess in bytes becomes tokens by the share of the prompt that it covers.
+        scale = lengths[0] / max(1, text.token_count)
+        for index, (worker, place) in enumerate(places):
+            tokens = min(lengths[0], round(held.get(place.key, 0) * scale))
+            if worker.is_blind and tokens > matches[index][0].total_tokens:
+                options[index] = Option(place, (Match({Tier.HBM: tokens}),), lengths, worker.is_suspect, True)
+        return options
+
+    def sent(self, place: Place, request: RenderedRequest | None, text: TextPrompt | None, *, now: float) -> None:
+        """A request was sent to a place, which will hold its prefix soon: the next one with it may count on that."""
+        if request is not None:
+            for prompt in request.prompts:
+                self.cache.predict(place.record, place.dp_rank, prompt.keys)
+        if text is not None:
+            self.texts.sent(text, place.key, now)
+
+    def _guessed(
+        self, places: Sequence[tuple[FleetWorker, Place]], text: TextPrompt | None, now: float
+    ) -> list[Option]:
+        if text is None:
+            return [Option(place, (), (), worker.is_suspect, True) for worker, place in places]
+        held = self.texts.match(text, (place.key for _, place in places), now)
         return [
-            Option(worker.record, rank, matches[index], lengths, worker.is_suspect)
-            for index, (worker, rank) in enumerate(places)
+            Option(place, (Match({Tier.HBM: held.get(place.key, 0)}),), (text.token_count,), worker.is_suspect, True)
+            for worker, place in places
         ]
 
-    def _matches(
-        self, places: Sequence[tuple[FleetWorker, int]], request: RenderedRequest | None
-    ) -> list[tuple[Match, ...]]:
-        found: list[list[Match]] = [[] for _ in places]
-        if request is not None:
-            targets: list[Target] = []
-            positions: list[int] = []
-            for index, (worker, rank) in enumerate(places):
-                target = self.cache.target(worker.record, rank)
-                if target is not None:
-                    targets.append(target)
-                    positions.append(index)
-            for prompt in request.prompts:
-                by_place = dict(zip(positions, self.cache.match(prompt.keys, targets), strict=True))
-                for index, matches in enumerate(found):
-                    matches.append(by_place.get(index, Match()))
-        return [tuple(matches) for matches in found]
+    def _matches(self, places: Sequence[Place], request: RenderedRequest) -> list[tuple[Match, ...]]:
+        if not request.reads_cache:
+            return [(NO_MATCH,) * len(request.prompts)] * len(places)
+        targets: list[Target] = []
+        positions: list[int] = []
+        for index, place in enumerate(places):
+            target = self.cache.target(place.record, place.dp_rank)
+            if target is not None:
+                targets.append(target)
+                positions.append(index)
+        by_prompt = []
+        for prompt in request.prompts:
+            found = self.cache.match(prompt.keys, targets)
+            if len(targets) < len(places):
+                known, found = found, [NO_MATCH] * len(places)
+                for index, match in zip(positions, known, strict=True):
+                    found[index] = match
+            by_prompt.append(found)
+        return list(zip(*by_prompt, strict=True))
+
+
+NO_MATCH: Final = Match()
 
 
 def _ranks(record: WorkerRecord) -> list[int]:

@@ -7,13 +7,18 @@ the entry-point group ``infera.router``: a module with the hook ``infera_router_
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import pluggy
 
-from infera.router.cost import Candidate, Cost
+from infera.discovery.record import Role
+from infera.router.demand import Demand
+from infera.router.field import Field
+from infera.router.place import Key
+from infera.router.scoring import Weights
+from kvd.options import did_you_mean
 
 PROJECT: Final = "infera.router"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -21,11 +26,24 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The candidate a policy picked, and what it thought each would cost (None where it does not predict)."""
+class OverlapWeights:
+    """How much what a worker holds counts (`--kv-overlap-weight`), and for one role where that differs."""
 
-    index: int
-    costs: tuple[Cost, ...] | None = None
+    everywhere: float = 1.0
+    prefill: float | None = None
+    decode: float | None = None
+
+    def of(self, role: Role) -> float:
+        """The weight for picks of a role."""
+        own = {"prefill": self.prefill, "decode": self.decode}.get(role)
+        return self.everywhere if own is None else own
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """What a policy may be told by the server's options."""
+
+    overlap: OverlapWeights = OverlapWeights()
 
 
 class Policy(Protocol):
@@ -34,12 +52,20 @@ class Policy(Protocol):
     name: str
     reads_prefixes: bool
     """Whether the policy needs the prompt's tokens. If not, nothing is tokenized for it."""
+    reads_text: bool
+    """Whether it wants places guessed from the text of earlier prompts where tokens or events are missing."""
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
-        """Pick one. Must not keep references to the candidates."""
+    def weights(self, role: Role) -> Weights:
+        """How costs are weighed for picks of a role; also what the explanation of a pick shows."""
+
+    def choose(self, field: Field, demand: Demand, rng: random.Random) -> int:
+        """The index of one candidate. Must not keep references to the field."""
+
+    def forget(self, key: Key) -> None:
+        """A place is gone for good."""
 
 
-PolicyFactory = Callable[[], Policy]
+PolicyFactory = Callable[[PolicySettings], Policy]
 
 
 class PolicyHooks:
@@ -69,9 +95,16 @@ def find_policies() -> dict[str, PolicyFactory]:
     return found
 
 
-def make_policy(name: str) -> Policy:
-    """A new policy of that name. Raises UnknownPolicyError naming those that exist."""
+def find_policy(name: str) -> PolicyFactory:
+    """The factory of that name. Raises UnknownPolicyError naming the nearest, and those that exist."""
     policies = find_policies()
     if name not in policies:
-        raise UnknownPolicyError(f"there is no router policy {name!r}; there are {', '.join(sorted(policies))}")
-    return policies[name]()
+        nearest = did_you_mean(name, sorted(policies))
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        raise UnknownPolicyError(f"there is no router policy {name!r}{hint} There are: {', '.join(sorted(policies))}")
+    return policies[name]
+
+
+def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
+    """A new policy of that name. Raises UnknownPolicyError."""
+    return find_policy(name)(settings or PolicySettings())

@@ -21,6 +21,6 @@ def admin_router(state: ServerState) -> APIRouter:
             raise ApiError(
                 404, f"request {request_id!r} is not among the last ones; ids are in the X-Request-Id response header"
             )
-        return {"request_id": request_id, "model": story.model, "prompt": story.prompt, "attempts": story.attempts}
+        return {"request_id": request_id, **story.explain()}
 
     return router

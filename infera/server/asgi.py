@@ -47,6 +47,10 @@ class Exchange:
                 return value.decode("latin-1")
         return None
 
+    def header_values(self, name: bytes) -> list[bytes]:
+        """All headers of that (lower-case) name, as they came."""
+        return [value for key, value in self._headers if key == name]
+
     async def read_body(self, size_bytes_max: int) -> bytes:
         """The whole body. Raises ApiError 413 past the limit, ClientGoneError when the client leaves."""
         declared = self.header(b"content-length")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from infera.discovery.record import WorkerRecord
-from infera.router.cost import Candidate
+from infera.router.decision import Decision
 from infera.server.asgi import Exchange
 from infera.server.errors import error_body
 from infera.server.request import GenerationRequest
@@ -53,7 +53,7 @@ class Attempt:
         exchange: Exchange,
         request: GenerationRequest,
         record: WorkerRecord,
-        chosen: Candidate,
+        chosen: Decision,
         on_first_data: Callable[[], None],
     ) -> None:
         """``on_first_data`` is called once, just before the client gets its status."""

@@ -42,9 +42,9 @@ def error_body(message: str, *, kind: str, code: str | int | None = None, param:
     return _ENCODER.encode(content)
 
 
-def busy(message: str) -> ApiError:
+def busy(message: str, *, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """429: the server has all the work it accepts."""
-    return ApiError(429, message, kind="rate_limit_error", code="server_busy", headers=_retry_after())
+    return ApiError(429, message, kind="rate_limit_error", code="server_busy", headers=_retry_after(retry_after_s))
 
 
 def no_worker(message: str) -> ApiError:
@@ -52,5 +52,5 @@ def no_worker(message: str) -> ApiError:
     return ApiError(503, message, kind="service_unavailable_error", code="no_worker", headers=_retry_after())
 
 
-def _retry_after() -> tuple[tuple[bytes, bytes], ...]:
-    return ((b"retry-after", str(RETRY_AFTER_S).encode()),)
+def _retry_after(after_s: int = RETRY_AFTER_S) -> tuple[tuple[bytes, bytes], ...]:
+    return ((b"retry-after", str(after_s).encode()),)

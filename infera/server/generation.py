@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infera.prompt.outcome import ContextLengthError, RenderedRequest, Unrenderable
 from infera.prompt.renderer import RequestKind
-from infera.router.decision import Decision, RequestStory
+from infera.router.affinity import SessionIdError, check_session_id
+from infera.router.decision import Decision, PickStory, RequestStory
+from infera.router.demand import Demand, priority_of, retention_of
 from infera.router.fleet import FleetWorker
-from infera.router.load import Ticket
+from infera.router.load import Ticket, TooManyRequestsError
+from infera.router.text_index import BYTES_PER_TOKEN, TextPrompt, text_prompt
 from infera.server.asgi import ClientGoneError, Exchange, Receive, Scope, Send
 from infera.server.attempt import Attempt, AttemptFailedError, AttemptResult
 from infera.server.errors import ApiError, busy, no_worker
@@ -20,6 +23,7 @@ from infera.server.state import ServerState
 from infera.server.usage import compare
 
 FORCE_HEADER = b"x-infera-worker"
+SESSION_HEADER = b"x-session-id"
 _log = logging.getLogger(__name__)
 
 
@@ -32,7 +36,8 @@ class _Work:
     arrived_s: float
     workers: list[FleetWorker]
     rendered: RenderedRequest | None
-    is_forced: bool
+    text: TextPrompt | None
+    demand: Demand
     story: RequestStory
     tried: set[str] = field(default_factory=set)
 
@@ -91,13 +96,15 @@ class GenerationRoute:
 
     async def _serve(self, exchange: Exchange, request: GenerationRequest, arrived_s: float) -> None:
         workers, is_forced = self._workers(exchange, request.model)
+        demand = self._demand(exchange, request, workers[0].record.model, is_forced=is_forced)
         rendered, prompt = await self._render(request, workers)
         if rendered is not None:
             longest = max(entry.token_count for entry in rendered.prompts)
             workers = [worker for worker in workers if (worker.record.max_context_tokens or longest) >= longest]
+        text = self._text(request, workers, rendered)
         story = RequestStory(request.model, prompt)
         self._state.decisions.open(exchange.request_id, story)
-        work = _Work(exchange, request, arrived_s, workers, rendered, is_forced, story)
+        work = _Work(exchange, request, arrived_s, workers, rendered, text, demand, story)
         tries = 1 if is_forced else self._state.config.tries_max
         failure: AttemptFailedError | None = None
         for _ in range(tries):
@@ -105,11 +112,40 @@ class GenerationRoute:
             if found is None:
                 return
             failure = found
+            work.demand = replace(work.demand, is_retry=True)
             if not self._left(work):
                 break
             self._state.metrics.retries.labels(failure.reason).inc()
         assert failure is not None
         await self._send_failure(exchange, failure)
+
+    def _demand(self, exchange: Exchange, request: GenerationRequest, model: str, *, is_forced: bool) -> Demand:
+        """What the request asks of placement. Raises ApiError for a session that cannot be one."""
+        session = None
+        if self._state.reads_sessions:
+            try:
+                session = check_session_id(exchange.header_values(SESSION_HEADER))
+            except SessionIdError as error:
+                raise ApiError(400, str(error), code="invalid_session_id") from error
+        return Demand(
+            model=model,
+            is_streaming=request.is_streaming,
+            session=session,
+            priority=priority_of(request.fields),
+            retention=retention_of(request.fields),
+            is_forced=is_forced,
+        )
+
+    def _text(
+        self, request: GenerationRequest, workers: list[FleetWorker], rendered: RenderedRequest | None
+    ) -> TextPrompt | None:
+        """The prompt's text where tokens or events are missing; its length alone where the policy looks at no text."""
+        if not self._state.core.policy.reads_text:
+            size = len(request.raw_body) // BYTES_PER_TOKEN
+            return TextPrompt((), size) if rendered is None else None
+        if rendered is not None and not any(worker.is_blind for worker in workers):
+            return None
+        return text_prompt(workers[0].record.model, request.fields)
 
     def _workers(self, exchange: Exchange, model: str) -> tuple[list[FleetWorker], bool]:
         """Who may serve the request, and whether the client insisted on one."""
@@ -164,62 +200,95 @@ class GenerationRoute:
     async def _try(self, work: _Work) -> AttemptFailedError | None:
         """One pick and one try; the failure when another may be tried."""
         state = self._state
-        left = self._left(work)
-        if not left:
-            raise no_worker(f"the last worker of {work.request.model!r} has just left; try again shortly")
-        started_s = time.monotonic()
-        decision, ticket = state.core.pick(
-            state.fleet.options(left, work.rendered),
-            now=started_s,
-            is_streaming=work.request.is_streaming,
-            is_forced=work.is_forced,
-        )
-        state.metrics.pick.observe(time.monotonic() - started_s)
-        chosen = decision.chosen
-        state.metrics.picks.labels(chosen.worker_id, decision.policy).inc()
-        work.tried.add(chosen.worker)
-        work.exchange.worker_id = chosen.worker_id
-        told = work.story.add(decision)
-        told["outcome"] = "cancelled"
+        decision, ticket = await self._place(work)
+        told = state.decisions.add(work.exchange.request_id, decision)
+        told.outcome = "cancelled"
         try:
+            self._note_pick(work, decision)
             result = await self._attempt(work, decision, ticket)
+            if result.broken is not None:
+                state.core.failed(ticket, now=time.monotonic())
         except AttemptFailedError as failure:
-            told["outcome"] = f"failed: {failure.detail}"
+            told.outcome = f"failed: {failure.detail}"
             self._note_failure(decision, failure.reason, failure.detail, is_breakage=failure.is_breakage)
             state.core.failed(ticket, now=time.monotonic())
             return failure
         finally:
             state.core.done(ticket, now=time.monotonic())
-        told["outcome"] = "served" if result.broken is None else f"broken: {result.broken}"
+            state.waiting_room.pump()
+        told.outcome = "served" if result.broken is None else f"broken: {result.broken}"
         self._note_result(work, decision, result, told)
         return None
 
+    async def _place(self, work: _Work) -> tuple[Decision, Ticket]:
+        """Pick, after a wait where all workers are saturated. Nothing can happen between the pick and the return."""
+        demand, room = work.demand, self._state.waiting_room
+        began_s = time.monotonic()
+        try:
+            if demand.is_forced or demand.is_retry:
+                return self._pick(work)
+            return await room.pick(demand.model, demand.priority, lambda: self._pick(work))
+        except TooManyRequestsError as error:
+            raise busy(f"{error}; try again shortly") from error
+        finally:
+            work.story.waited_s += time.monotonic() - began_s
+
+    def _note_pick(self, work: _Work, decision: Decision) -> None:
+        """Tell map, metrics and client where the request goes."""
+        state, place = self._state, decision.place
+        work.tried.add(decision.worker)
+        work.exchange.worker_id = place.worker_id
+        state.metrics.picks.labels(place.worker_id, decision.policy).inc()
+        if decision.field.options[decision.chosen_index].is_guess and state.core.policy.reads_text:
+            reason = "no_events" if work.rendered is not None else str(work.story.prompt.get("reason", "no_tokens"))
+            state.metrics.guesses.labels(place.record.model, reason).inc()
+        if work.demand.retention != "none":
+            state.fleet.sent(place, work.rendered, work.text, now=time.monotonic())
+
+    def _pick(self, work: _Work) -> tuple[Decision, Ticket]:
+        """One look at the fleet as it is now. Raises SaturatedError."""
+        state = self._state
+        left = self._left(work)
+        if not left:
+            raise no_worker(f"the last worker of {work.request.model!r} has just left; try again shortly")
+        started_s = time.monotonic()
+        options = state.fleet.options(left, work.rendered, work.text, now=started_s)
+        found = state.core.pick(options, work.demand, now=started_s)
+        state.metrics.pick.observe(time.monotonic() - started_s)
+        return found
+
     async def _attempt(self, work: _Work, decision: Decision, ticket: Ticket) -> AttemptResult:
         state = self._state
-        record = state.fleet.workers[decision.chosen.worker].record
+        record = decision.place.record
 
         def first_data() -> None:
             now_s = time.monotonic()
-            state.core.first_token(ticket, now=now_s)
             state.metrics.first_token.labels(record.model).observe(now_s - work.arrived_s)
+            if work.request.is_streaming:
+                state.core.first_token(ticket, now=now_s)
+                state.metrics.real_first_token.labels(record.model).observe(now_s - decision.time_s)
+                predicted_s = decision.costs[decision.chosen_index].total_s
+                state.metrics.predicted_first_token.labels(record.model).observe(predicted_s)
 
-        return await Attempt(state, work.exchange, work.request, record, decision.chosen, first_data).run(self._path)
+        return await Attempt(state, work.exchange, work.request, record, decision, first_data).run(self._path)
 
-    def _note_result(self, work: _Work, decision: Decision, result: AttemptResult, told: dict[str, Any]) -> None:
+    def _note_result(self, work: _Work, decision: Decision, result: AttemptResult, told: PickStory) -> None:
         if result.broken is not None:
             self._note_failure(decision, result.broken.reason, str(result.broken), is_breakage=True)
         if result.usage is not None:
-            told["prompt_tokens"] = result.usage.prompt_tokens
-            told["cached_tokens"] = result.usage.cached_tokens
+            told.facts = {
+                "reported_prompt_tokens": result.usage.prompt_tokens,
+                "reported_cached_tokens": result.usage.cached_tokens,
+            }
             tokens = work.rendered.token_count if work.rendered is not None else None
-            compare(self._state, work.request.model, decision.chosen, tokens, result.usage)
+            compare(self._state, work.request.model, decision, tokens, result.usage)
 
     def _note_failure(self, decision: Decision, reason: str, detail: str, *, is_breakage: bool) -> None:
-        worker_id = decision.chosen.worker_id
+        worker_id = decision.worker_id
         self._state.metrics.failures.labels(worker_id, reason).inc()
         _log.warning("server: worker %s failed (%s): %s", worker_id, reason, detail)
         if is_breakage:
-            self._state.fleet.suspect(decision.chosen.worker, detail)
+            self._state.fleet.suspect(decision.worker, detail)
 
     async def _send_failure(self, exchange: Exchange, failure: AttemptFailedError) -> None:
         """Nobody could serve it: the engine's own words where there are any, else ours."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from infera.cachemap.fleet_cache import FleetCache
+from infera.discovery.record import Role
+from infera.router.affinity import SessionTable
 from infera.router.core import RouterCore
 from infera.router.fleet import Fleet
 
@@ -42,6 +45,34 @@ class ServerMetrics:
             "infera_router_pick_seconds", "Matching and choosing.", buckets=_SHORT_SECONDS, registry=r
         )
         self.picks = Counter("infera_router_picks", "Picks by worker.", ["worker", "policy"], registry=r)
+        self.guesses = Counter(
+            "infera_router_guessed_picks",
+            "Picks by the text of earlier prompts, because tokens or events were missing.",
+            ["model", "reason"],
+            registry=r,
+        )
+        self.predicted_first_token = Histogram(
+            "infera_router_predicted_first_token_seconds",
+            "Predicted time from pick to first data; compare with the real one.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=r,
+        )
+        self.real_first_token = Histogram(
+            "infera_router_real_first_token_seconds",
+            "Time from pick to first data.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=r,
+        )
+        self.waiting = Gauge("infera_router_waiting_requests", "Requests that wait for a worker.", registry=r)
+        self.waited = Histogram(
+            "infera_router_wait_seconds",
+            "Time in the waiting line, of requests that had to wait, by how it ended.",
+            ["outcome"],
+            buckets=_SECONDS,
+            registry=r,
+        )
         self.failures = Counter(
             "infera_server_worker_failures", "Tries that failed, by worker and cause.", ["worker", "reason"], registry=r
         )
@@ -83,18 +114,46 @@ class FleetCollector(Collector):
         yield workers
         active = GaugeMetricFamily("infera_router_active_requests", "Requests under way.", labels=["worker"])
         for worker in self._fleet.workers.values():
-            record = worker.record
-            ranks = [rank.dp_rank for rank in record.events.ranks] if record.events else [0]
-            count = sum(self._core.loads.of(record.incarnation, rank).active_requests for rank in ranks)
-            active.add_metric([record.worker_id], count)
+            count = sum(self._core.loads.of(place.key).active_requests for place in worker.places)
+            active.add_metric([worker.record.worker_id], count)
         yield active
+        yield from session_metrics(self._core.sessions)
         yield GaugeMetricFamily(
-            "infera_cachemap_entries", "Blocks known, over all workers and tiers.", value=self._cache.map.entry_count
+            "infera_cachemap_entries", "Blocks known, over all workers and tiers.", value=self._cache.entry_count
         )
         events = CounterMetricFamily(
             "infera_cachemap_events", "Cache events by what became of them.", labels=["source", "outcome"]
         )
-        for source, counters in (("engine", self._cache.engine_counters), ("kvd", self._cache.kvd_counters)):
-            for outcome, count in sorted(counters.items()):
+        for source in ("engine", "kvd"):
+            for outcome, count in sorted(self._cache.counters(source).items()):
                 events.add_metric([source, outcome], count)
         yield events
+
+
+def session_metrics(sessions: SessionTable) -> Iterator[Metric]:
+    """What became of sessions, by role. Nothing when affinity is off."""
+    if sessions.mode == "off":
+        return
+    roles: list[Role] = [role for role in ROLES if sessions.covers(role)]
+    leases = GaugeMetricFamily(
+        "infera_router_session_active_leases", "Requests under way that belong to a bound session.", labels=["role"]
+    )
+    for role in roles:
+        leases.add_metric([role], sessions.active_leases[role])
+    yield leases
+    yield GaugeMetricFamily("infera_router_session_bindings", "Sessions bound to a worker.", value=len(sessions))
+    for event, text in _SESSION_EVENTS.items():
+        family = CounterMetricFamily(f"infera_router_session_{event}", text, labels=["role"])
+        for role in roles:
+            family.add_metric([role], sessions.counts[event, role])
+        yield family
+    yield CounterMetricFamily("infera_router_session_expired", "Bindings that were idle too long.", sessions.expired)
+
+
+ROLES: Final[tuple[Role, ...]] = ("mixed", "prefill", "decode")
+_SESSION_EVENTS: Final = {
+    "hits": "Picks that went where the session is bound.",
+    "selected": "Picks that bound a session: new, or its worker was gone.",
+    "fallbacks": "Picks of new sessions without a binding, because there are as many as may be.",
+    "invalidated": "Bindings ended by a failure.",
+}

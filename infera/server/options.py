@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import ipaddress
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from infera.router.policy import find_policies
+from infera.router.affinity import AFFINITY_MODES, TTL_S_DEFAULT, TTL_S_MAX, TTL_S_MIN, AffinityMode
+from infera.router.core import SATURATION_S_DEFAULT
+from infera.router.pair import GUARD_RELEASES, GuardRelease
+from infera.router.policy import UnknownPolicyError, find_policy
+from infera.router.waiting import WAITING_MAX_DEFAULT
 from kvd.options import Option, OptionError, Program, parse_count, parse_duration_s, parse_port, parse_size_bytes
 
+WEIGHT_MAX: Final = 1e6
 _LATER: Final = {
     "discovery_backend": ("embedded", ("etcd", "kubernetes")),
     "request_transport": ("http", ("nats",)),
     "kv_event_transport": ("zmq", ("nats",)),
 }
+
+
+def parse_weight(text: str) -> float:
+    """A number from 0 up. Raises OptionError otherwise."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= WEIGHT_MAX:
+        raise OptionError(f"{text!r} is not a weight; write a number from 0 to {WEIGHT_MAX:g}, like 1.0")
+    return value
+
+
+def parse_ttl_s(text: str) -> float:
+    """Seconds a session may be idle. Raises OptionError out of range."""
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not TTL_S_MIN <= int(text) <= TTL_S_MAX:
+        raise OptionError(f"{text!r} is not from {TTL_S_MIN:g} to {TTL_S_MAX:g} seconds; write it like 3600")
+    return float(text)
+
 
 PROGRAM: Final = Program(
     name="python -m infera.server",
@@ -84,7 +110,82 @@ PROGRAM: Final = Program(
             metavar="TIME",
             section="Limits",
         ),
-        Option("--router-policy", "How a worker is chosen.", default="kv-aware", section="Routing"),
+        Option(
+            "--queue-max",
+            "Requests that may wait while all workers are saturated; at the limit, more urgent ones displace others.",
+            parse=parse_count,
+            default="1024",
+            section="Queue",
+        ),
+        Option(
+            "--queue-timeout",
+            "Longest wait for a worker that is not saturated; then the request is refused with 429.",
+            parse=parse_duration_s,
+            default="30s",
+            metavar="TIME",
+            section="Queue",
+        ),
+        Option(
+            "--saturation-queue",
+            "A worker whose predicted queue is longer takes no more requests while others can.",
+            parse=parse_duration_s,
+            default="10s",
+            metavar="TIME",
+            section="Queue",
+        ),
+        Option(
+            "--router-policy",
+            "How a worker is chosen: kv-aware, round-robin, least-loaded, random, session, text-prefix, or one that an "
+            "installed package adds.",
+            default="kv-aware",
+            section="Routing",
+        ),
+        Option(
+            "--kv-overlap-weight",
+            "kv-aware: how much what a worker holds counts against how loaded it is; 0 balances load alone.",
+            parse=parse_weight,
+            default="1.0",
+            metavar="WEIGHT",
+            section="Routing",
+        ),
+        Option(
+            "--kv-prefill-overlap-weight",
+            "The same for picks of prefill workers (default: --kv-overlap-weight).",
+            parse=parse_weight,
+            metavar="WEIGHT",
+            section="Routing",
+        ),
+        Option(
+            "--kv-decode-overlap-weight",
+            "The same for picks of decode workers (default: --kv-overlap-weight).",
+            parse=parse_weight,
+            metavar="WEIGHT",
+            section="Routing",
+        ),
+        Option(
+            "--session-affinity",
+            "Keep requests with the same X-Session-ID on the worker first chosen: on prefill workers, or on all.",
+            default="off",
+            choices=AFFINITY_MODES,
+            section="Routing",
+        ),
+        Option(
+            "--session-affinity-ttl-seconds",
+            "How long a session that is idle stays bound, 1 to 86400 seconds.",
+            parse=parse_ttl_s,
+            default="3600",
+            metavar="SECONDS",
+            section="Routing",
+        ),
+        Option(
+            "--pd-prefill-guard-release",
+            "When the prefill worker of a disaggregated request is free of its load: when decode ends, or when "
+            "prefill's own response was read.",
+            env="INFERA_PD_PREFILL_GUARD_RELEASE",
+            default="decode",
+            choices=GUARD_RELEASES,
+            section="Routing",
+        ),
         Option(
             "--router-backend",
             "Implementation of the router.",
@@ -161,7 +262,16 @@ class ServerConfig:
     idle_timeout_s: float = 120.0
     tries_max: int = 3
     drain_timeout_s: float = 30.0
+    queue_max: int = WAITING_MAX_DEFAULT
+    queue_timeout_s: float = 30.0
+    saturation_queue_s: float = SATURATION_S_DEFAULT
     router_policy: str = "kv-aware"
+    kv_overlap_weight: float = 1.0
+    kv_prefill_overlap_weight: float | None = None
+    kv_decode_overlap_weight: float | None = None
+    session_affinity: AffinityMode = "off"
+    session_affinity_ttl_s: float = TTL_S_DEFAULT
+    pd_prefill_guard_release: GuardRelease = "decode"
     router_backend: str = "python"
     router_tokenizer_path: Path | None = None
     join_token: str | None = None
@@ -198,7 +308,16 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
         idle_timeout_s=values.idle_timeout,
         tries_max=values.tries_max,
         drain_timeout_s=values.drain_timeout,
+        queue_max=values.queue_max,
+        queue_timeout_s=values.queue_timeout,
+        saturation_queue_s=values.saturation_queue,
         router_policy=values.router_policy,
+        kv_overlap_weight=values.kv_overlap_weight,
+        kv_prefill_overlap_weight=values.kv_prefill_overlap_weight,
+        kv_decode_overlap_weight=values.kv_decode_overlap_weight,
+        session_affinity=values.session_affinity,
+        session_affinity_ttl_s=values.session_affinity_ttl_seconds,
+        pd_prefill_guard_release=values.pd_prefill_guard_release,
         router_backend=values.router_backend,
         router_tokenizer_path=values.router_tokenizer_path,
         join_token=values.join_token,
@@ -217,6 +336,7 @@ def _refuse_later_features(values: Mapping[str, object]) -> None:
 
 
 def _check_policy(name: str) -> None:
-    policies = find_policies()
-    if name not in policies:
-        raise OptionError(f"--router-policy {name}: there is no such policy; there are {', '.join(sorted(policies))}")
+    try:
+        find_policy(name)
+    except UnknownPolicyError as error:
+        raise OptionError(f"--router-policy: {error}") from error

@@ -13,15 +13,19 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from infera.cachemap.fleet_cache import FleetCache
+from infera.cachemap.ingest_link import IngestLink
 from infera.discovery.embedded import EmbeddedRegistry
 from infera.discovery.record import WorkerRecord
 from infera.prompt.renderer import PromptRenderer
+from infera.router.affinity import SessionTable
 from infera.router.core import RouterCore
 from infera.router.decision import DecisionRing
 from infera.router.fleet import Fleet
-from infera.router.policy import make_policy
+from infera.router.policy import OverlapWeights, PolicySettings, make_policy
+from infera.router.waiting import WaitingLine
 from infera.server.metrics import FleetCollector, ServerMetrics
 from infera.server.options import ServerConfig
+from infera.server.waiting_room import WaitingRoom
 from infera.transport.http_client import HttpClient, Timeouts
 
 MODELS_REMEMBERED_MAX: Final = 1024
@@ -41,6 +45,7 @@ class ServerState:
     client: HttpClient
     metrics: ServerMetrics
     decisions: DecisionRing
+    waiting_room: WaitingRoom
     active_requests: int = 0
     is_draining: bool = False
     models_seen: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -49,6 +54,7 @@ class ServerState:
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
+        await self.cache.start()
         await self.registry.start(FleetWatcher(self))
 
     async def stop(self) -> None:
@@ -63,6 +69,11 @@ class ServerState:
     def is_authorised(self, authorization: str | None) -> bool:
         """Whether a client's Authorization header holds one of the API keys, if there are any."""
         return not self.config.api_keys or any(bearer_matches(authorization, key) for key in self.config.api_keys)
+
+    @property
+    def reads_sessions(self) -> bool:
+        """Whether X-Session-ID means anything here."""
+        return self.core.sessions.mode != "off" or self.core.policy.name == "session"
 
     def missing(self) -> list[str]:
         """What keeps the server from serving at all."""
@@ -84,11 +95,15 @@ class ServerState:
             found.append("workers cannot register: off loopback a --join-token is required")
         if self.core.policy.reads_prefixes:
             for model, problem in self.renderer.problems().items():
-                found.append(f"prompts of model {model} are not understood ({problem.reason}): {problem.detail}")
+                found.append(
+                    f"prompts of model {model} are not understood ({problem.reason}) and placed by their text: "
+                    f"{problem.detail}"
+                )
             found.extend(
-                f"worker {worker.record.worker_id} publishes no KV events: its cache is not seen"
+                f"worker {worker.record.worker_id} publishes no KV events: what it holds is guessed from the text of "
+                "earlier prompts"
                 for worker in self.fleet.workers.values()
-                if worker.record.events is None
+                if worker.is_blind
             )
             found.extend(
                 f"worker {worker.record.worker_id} computed {worker.computed_tokens} tokens and no KV event came: "
@@ -105,9 +120,17 @@ class ServerState:
 
 def make_state(config: ServerConfig) -> ServerState:
     """A new server's parts."""
-    cache = FleetCache()
+    cache = FleetCache(IngestLink())
     fleet = Fleet(cache)
-    core = RouterCore(make_policy(config.router_policy), random.Random())
+    overlap = OverlapWeights(
+        config.kv_overlap_weight, config.kv_prefill_overlap_weight, config.kv_decode_overlap_weight
+    )
+    core = RouterCore(
+        make_policy(config.router_policy, PolicySettings(overlap)),
+        random.Random(),
+        sessions=SessionTable(config.session_affinity, config.session_affinity_ttl_s),
+        saturation_s=config.saturation_queue_s,
+    )
     metrics = ServerMetrics()
     metrics.registry.register(FleetCollector(fleet, core, cache))
     timeouts = Timeouts(config.connect_timeout_s, config.first_byte_timeout_s, config.idle_timeout_s)
@@ -121,6 +144,7 @@ def make_state(config: ServerConfig) -> ServerState:
         client=HttpClient(timeouts=timeouts),
         metrics=metrics,
         decisions=DecisionRing(),
+        waiting_room=WaitingRoom(WaitingLine(config.queue_max), config.queue_timeout_s, metrics),
     )
 
 
@@ -134,24 +158,31 @@ class FleetWatcher:
         """A worker is there."""
         self._state.fleet.add(record)
         self._prepare(record)
+        self._report(record)
 
     def worker_changed(self, old: WorkerRecord, new: WorkerRecord) -> None:
         """A worker's record is another now."""
-        self._state.fleet.change(old, new)
+        self._state.core.forget(self._state.fleet.change(old, new))
         self._prepare(new)
 
     def worker_beat(self, record: WorkerRecord) -> None:
         """A worker is alive."""
         self._state.fleet.beat(record)
+        self._report(record)
 
     def worker_left(self, record: WorkerRecord, reason: str) -> None:
         """A worker is gone."""
         del reason
         state = self._state
-        state.fleet.remove(record)
+        state.core.forget(state.fleet.remove(record))
         state.client.forget(origin_of(record)[0])
         if not any(worker.record.model == record.model for worker in state.fleet.workers.values()):
             state.renderer.forget(record.model)
+
+    def _report(self, record: WorkerRecord) -> None:
+        places = self._state.fleet.workers[record.incarnation].places
+        self._state.core.report(places, record.load, now=time.monotonic())
+        self._state.waiting_room.pump()
 
     def _prepare(self, record: WorkerRecord) -> None:
         state = self._state
@@ -161,7 +192,7 @@ class FleetWatcher:
         while len(state.models_seen) > MODELS_REMEMBERED_MAX:
             state.models_seen.popitem(last=False)
         if state.core.policy.reads_prefixes:
-            work = state.renderer.prepare(record.model, record.model_path, record.tokenizer_digest)
+            work = state.renderer.prepare(record.model, record.model_path, record.tokenizer_digest, record.render)
             task = asyncio.get_running_loop().create_task(work)
             state.background.add(task)
             task.add_done_callback(state.background.discard)

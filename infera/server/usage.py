@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from infera.router.cost import Candidate
+from infera.router.decision import Decision
 from infera.server.state import ServerState
 
 MODELS_WARNED_MAX: Final = 1024
@@ -28,8 +28,14 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int
+    """Usage in any of the shapes engines answer with: chats and completions, responses, messages."""
+
+    prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -45,25 +51,31 @@ def usage_of_answer(body: bytes) -> ReportedUsage | None:
         usage = _DECODER.decode(body).usage
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    if usage is None:
-        return None
-    details = usage.prompt_tokens_details
-    return ReportedUsage(usage.prompt_tokens, details.cached_tokens if details else None)
+    return _reported(usage) if usage is not None else None
 
 
 def usage_of_fields(usage: dict[str, Any]) -> ReportedUsage | None:
     """The usage in a stream's last frame."""
     try:
-        found = msgspec.convert(usage, _Usage)
+        return _reported(msgspec.convert(usage, _Usage))
     except msgspec.ValidationError:
         return None
-    details = found.prompt_tokens_details
-    return ReportedUsage(found.prompt_tokens, details.cached_tokens if details else None)
 
 
-def compare(
-    state: ServerState, model: str, chosen: Candidate, rendered_tokens: int | None, real: ReportedUsage
-) -> None:
+def _reported(usage: _Usage) -> ReportedUsage | None:
+    if usage.prompt_tokens is not None:
+        details = usage.prompt_tokens_details
+        return ReportedUsage(usage.prompt_tokens, details.cached_tokens if details else None)
+    if usage.input_tokens is None:
+        return None
+    if usage.input_tokens_details is not None:
+        return ReportedUsage(usage.input_tokens, usage.input_tokens_details.cached_tokens)
+    # Anthropic's input_tokens are those that no cache was read from or written to for.
+    read, written = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+    return ReportedUsage(usage.input_tokens + (read or 0) + (written or 0), read)
+
+
+def compare(state: ServerState, model: str, chosen: Decision, rendered_tokens: int | None, real: ReportedUsage) -> None:
     """Count predicted against real, and name a model whose prompts we get wrong, once."""
     metrics = state.metrics
     metrics.prompt_tokens.labels(model, "reported").inc(real.prompt_tokens)

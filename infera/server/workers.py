@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 
+from infera.discovery.record import without_load
 from infera.router.fleet import FleetWorker
 from infera.server.state import ServerState
 
@@ -25,19 +27,30 @@ def workers_router(state: ServerState) -> APIRouter:
 
 def _entry(state: ServerState, worker: FleetWorker) -> dict[str, Any]:
     record = worker.record
-    ranks = [rank.dp_rank for rank in record.events.ranks] if record.events else [0]
-    loads = [state.core.loads.of(record.incarnation, rank) for rank in ranks]
+    loads = [state.core.loads.of(place.key) for place in worker.places]
+    now_s = time.monotonic()
     entry: dict[str, Any] = {
         "worker_id": record.worker_id,
         "state": worker.state,
         "failures": worker.failures,
         "load": {
             "active_requests": sum(load.active_requests for load in loads),
-            "queued_prefill_tokens": round(sum(load.queued_prefill_tokens() for load in loads)),
-            "decode_context_tokens": sum(load.decode_context_tokens() for load in loads),
+            "queued_prefill_tokens": round(sum(load.queued_prefill_tokens for load in loads)),
+            "context_tokens": sum(load.context_tokens for load in loads),
         },
+        "speed": [
+            {
+                "dp_rank": place.dp_rank,
+                "prefill_tokens_per_s": round(1 / state.core.speeds.s_per_token(place, now_s)),
+                "factor": round(state.core.speeds.factor(place.key, now_s), 3),
+            }
+            for place in worker.places
+        ],
+        "reported": [
+            msgspec.to_builtins(load) for place in worker.places if (load := state.core.reports.last(place.key))
+        ],
         "cached_blocks": state.cache.blocks_by_tier(record),
-        "record": msgspec.to_builtins(record),
+        "record": msgspec.to_builtins(without_load(record)),
     }
     if worker.is_suspect:
         entry["suspect_reason"] = worker.suspect_reason

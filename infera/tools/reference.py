@@ -1,5 +1,6 @@
 """Writes the configuration reference of the manual from the option tables: `python -m infera.tools.reference`.
 
+Other pages may hold parts of it, between `<!-- flags: PROGRAM, SECTION -->` and `<!-- end of flags -->`.
 With `--check` it writes nothing and fails when the page is out of date.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from infera.tools.sources import checkout_folder
 from kvd.options import Program
 
 PAGE = Path("docs") / "configuration.md"
+
+PAGES_WITH_PARTS = (Path("docs") / "router.md",)
 
 # Where the tables are. A module that does not exist yet is left out.
 TABLES = (
@@ -44,14 +48,35 @@ def main(argv: Sequence[str]) -> int:
     if root is None:
         sys.stderr.write("the reference is written from a checkout of Infera only\n")
         return 1
-    text = reference_page()
+    late = [path for path, text in pages(root).items() if (root / path).read_text() != text]
     if "--check" not in argv:
-        (root / PAGE).write_text(text)
+        for path, text in pages(root).items():
+            (root / path).write_text(text)
         return 0
-    if (root / PAGE).read_text() == text:
-        return 0
-    sys.stderr.write(f"{PAGE} is out of date; run: python -m infera.tools.reference\n")
-    return 1
+    for path in late:
+        sys.stderr.write(f"{path} is out of date; run: python -m infera.tools.reference\n")
+    return 1 if late else 0
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Every page that is made from the tables, wholly or in part, as it should be."""
+    return {PAGE: reference_page()} | {path: with_parts((root / path).read_text()) for path in PAGES_WITH_PARTS}
+
+
+def with_parts(page: str) -> str:
+    """The page with the flags of every marked section filled in. Raises KeyError for a section that is not there."""
+    known = {program.name: program.reference_markdown() for program in programs()}
+
+    def fill(found: re.Match[str]) -> str:
+        sections = dict(re.findall(r"^### (.+)\n\n((?:\|.*\n)+)", known[found["program"]], re.M))
+        return f"{found['begin']}\n{sections[found['section']]}{found['end']}"
+
+    return _PART.sub(fill, page)
+
+
+_PART = re.compile(
+    r"(?P<begin><!-- flags: (?P<program>[^,]+), (?P<section>.+) -->)\n(?:.*\n)*?(?P<end><!-- end of flags -->)"
+)
 
 
 def reference_page() -> str:

@@ -108,6 +108,22 @@ def test_nothing_leaks(engine_fleet: EngineFleet) -> None:
     assert engine_fleet.kvd_metric("records_incomplete") == 0
 
 
+def test_engines_report_what_they_computed(engine_fleet: EngineFleet) -> None:
+    """The names of the metrics that the agent reads are those of the real engine."""
+    answer = engine_fleet.ask(prompt_of(5, 300))
+    computed = answer.reply.json["usage"]["prompt_tokens"] - answer.cached_tokens
+
+    def reported() -> bool:
+        (entry,) = (
+            entry
+            for entry in call(f"{engine_fleet.url}/v1/workers").json["data"]
+            if entry["worker_id"] == answer.worker
+        )
+        return any((load.get("computed_tokens") or 0) >= computed for load in entry["reported"])
+
+    wait_until(reported, "the engine's counter of computed tokens arrived")
+
+
 def _hbm_blocks(fleet: EngineFleet, worker: str) -> int:
     workers = call(f"{fleet.url}/v1/workers").json["data"]
     (entry,) = [entry for entry in workers if entry["worker_id"] == worker]

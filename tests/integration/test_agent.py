@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from infera.discovery.record import ids_digest
 from infera.engine.endpoint import EndpointError, EngineEndpoint, ServerEndpoint
 from infera.hooks.bootstrap import AGENT_FACTS
 from tests.support.processes import Cluster, call, wait_until
@@ -33,7 +34,11 @@ PAGES = {
         "0": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/x.pub", "replay_endpoint": None, "topic": "kv@x"}
     },
 }
-METRICS = 'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="100"} 1.0\n'
+METRICS = """\
+vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="100"} 1.0
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 5.0
+"""
 
 
 class Surface(http.server.ThreadingHTTPServer):
@@ -49,6 +54,16 @@ class Surface(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     server: Surface
+
+    def do_POST(self) -> None:
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answers = {"prompt": [1, 2], "messages": [3]} if self.path == "/tokenize" else {}
+        tokens = next((tokens for name, tokens in answers.items() if name in question), None)
+        body = json.dumps({"tokens": tokens}).encode()
+        self.send_response(200 if tokens else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -117,10 +132,25 @@ def test_engine_joins_and_leaves_with_its_process(
     assert (record["model"], record["aliases"]) == ("m", ["a"])
     assert (record["block_size_tokens"], record["kv_capacity_tokens"], record["max_context_tokens"]) == (32, 3200, 512)
     assert record["events"]["ranks"] == [{"dp_rank": 0, "pub": "ipc:///tmp/x.pub", "replay": None}]
+    assert record["hardware"]
+    assert [(load["running_requests"], load["waiting_requests"]) for load in entry["reported"]] == [(2, 5)]
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
     assert agent.wait(10) == 0, "the agent ends with its engine"
     assert fleet.known_urls() == [], "it deregistered, nobody had to wait for the lease"
+
+
+def test_the_record_says_how_requests_become_tokens(
+    fleet: Cluster, surface: Surface, launcher: subprocess.Popen[bytes], agents: Any
+) -> None:
+    fleet.start_server()
+    agents(launcher, surface, [fleet.url], render={"tool_parser": "hermes", "template_arguments": {"a": [1]}})
+    wait_until(lambda: surface.url in fleet.known_urls(), "the engine joined")
+    (entry,) = call(f"{fleet.url}/v1/workers").json["data"]
+    render = entry["record"]["render"]
+    assert (render["tool_parser"], render["template_arguments"]) == ("hermes", {"a": [1]})
+    assert render["text_probe_digest"] == ids_digest([1, 2])
+    assert render["chat_probe_digest"] == ids_digest([3])
 
 
 def test_engine_that_falls_silent_leaves_until_it_is_back(

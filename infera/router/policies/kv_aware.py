@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Final
 
-from infera.router.cost import PRIOR, Candidate, CostPrior, predict_cost
-from infera.router.policy import Choice
+from infera.discovery.record import Role
+from infera.router.demand import Demand
+from infera.router.field import Field
+from infera.router.policies.base import BasePolicy
+from infera.router.policy import PolicySettings
+from infera.router.scoring import Weights
+from infera.router.ties import cheapest
 
-# Closer than this, the prediction cannot tell two workers apart; several routers must not all take the same one.
-TIE_S: Final = 0.001
-TIE_SHARE: Final = 0.02
 
-
-class KvAware:
+class KvAware(BasePolicy):
     """Weighs queue, missing prompt tokens, loads from lower tiers and decode pressure, all in seconds."""
 
     name = "kv-aware"
     reads_prefixes = True
+    reads_text = True
 
-    def __init__(self, prior: CostPrior = PRIOR) -> None:
-        self._prior = prior
+    def __init__(self, settings: PolicySettings | None = None) -> None:
+        super().__init__(settings)
+        roles: tuple[Role, ...] = ("mixed", "prefill", "decode")
+        self._weights = {role: Weights(overlap=self.settings.overlap.of(role)) for role in roles}
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def weights(self, role: Role) -> Weights:
+        """The overlap weight biases what a worker holds against how loaded it is."""
+        return self._weights[role]
+
+    def choose(self, field: Field, demand: Demand, rng: random.Random) -> int:
         """The cheapest; at random among those that are as good as the cheapest."""
-        costs = tuple(predict_cost(candidate, self._prior) for candidate in candidates)
-        best_s = min(cost.total_s for cost in costs)
-        limit_s = best_s + max(TIE_S, TIE_SHARE * best_s)
-        tied = [index for index, cost in enumerate(costs) if cost.total_s <= limit_s]
+        weights = self._weights[demand.role]
+        costs = field.costs(weights)
+        if weights.overlap == 0:
+            return cheapest(costs.cost_s, rng)
         # Among equals the one that computes least: a tie in time is not a tie in work.
-        fewest = min(candidates[index].uncached_tokens for index in tied)
-        return Choice(rng.choice([index for index in tied if candidates[index].uncached_tokens == fewest]), costs)
+        return cheapest(costs.cost_s, rng, prefer=lambda index: field.row(index).uncached_tokens)

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Final
 
-from infera.router.cost import Candidate
-from infera.router.policy import Choice
-
-REMEMBERED_MAX: Final = 16_384
+from infera.router.demand import Demand
+from infera.router.field import Field
+from infera.router.place import Key
+from infera.router.policies.base import BasePolicy
+from infera.router.policy import PolicySettings
 
 
-class RoundRobin:
+class RoundRobin(BasePolicy):
     """Takes the candidate that was not taken for the longest time, so joins and leaves do not disturb the turn."""
 
     name = "round-robin"
-    reads_prefixes = False
 
-    def __init__(self) -> None:
-        self._last_turn: OrderedDict[tuple[str, int], int] = OrderedDict()
+    def __init__(self, settings: PolicySettings | None = None) -> None:
+        super().__init__(settings)
+        self._last_turn: dict[Key, int] = {}
         self._turn = 0
 
-    def choose(self, candidates: Sequence[Candidate], rng: random.Random) -> Choice:
+    def choose(self, field: Field, demand: Demand, rng: random.Random) -> int:
         """The one whose last turn is longest ago; new ones come first, in the order given."""
-        del rng
-        index = min(range(len(candidates)), key=lambda place: self._last_turn.get(_key(candidates[place]), 0))
+        del demand, rng
+        index = min(range(len(field)), key=lambda place: self._last_turn.get(field.place(place).key, 0))
         self._turn += 1
-        key = _key(candidates[index])
-        self._last_turn[key] = self._turn
-        self._last_turn.move_to_end(key)
-        while len(self._last_turn) > REMEMBERED_MAX:
-            self._last_turn.popitem(last=False)
-        return Choice(index)
+        self._last_turn[field.place(index).key] = self._turn
+        return index
 
-
-def _key(candidate: Candidate) -> tuple[str, int]:
-    return candidate.worker, candidate.dp_rank
+    def forget(self, key: Key) -> None:
+        """A place is gone."""
+        self._last_turn.pop(key, None)

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 import pytest
 from infera_core.keys import chain_keys, root_key
 
-from infera.cachemap.fleet_cache import FleetCache
+from infera.cachemap.fleet_cache import FleetCache, LocalIngest
 from infera.cachemap.interface import Tier
 from infera.discovery.record import EventRank, EventSource
 from infera.prompt.outcome import RenderedPrompt, RenderedRequest
 from infera.router.fleet import Fleet
+from infera.router.text_index import text_prompt
 from tests.support.records import record
 
 TOKENS = array("I", range(100))
@@ -47,16 +48,17 @@ async def test_every_rank_is_a_place_of_its_own(fleet: Fleet) -> None:
     assert target is not None
     assert target.own_holder is not None
     keys = chain_keys(root_key(), TOKENS)
-    fleet.cache.map.store(target.own_holder, Tier.HBM, [keys[:16], keys[16:32]])
+    assert isinstance(fleet.cache.ingest, LocalIngest)
+    fleet.cache.ingest.reader.store(target.own_holder, Tier.HBM, [keys[:16], keys[16:32]])
     options = fleet.options(fleet.serving("m"), rendered(TOKENS, TOKENS[:20]))
-    assert [option.dp_rank for option in options] == [0, 1]
+    assert [option.place.dp_rank for option in options] == [0, 1]
     assert [[match.total_tokens for match in option.matches] for option in options] == [[0, 0], [32, 16]]
     assert options[1].prompt_lengths == (100, 20)
 
 
 async def test_without_tokens_or_block_size_nothing_is_matched(fleet: Fleet) -> None:
     fleet.add(record(1, block_size_tokens=None))
-    fleet.add(record(2, block_size_tokens=8))
+    fleet.add(record(2, block_size_tokens=24))
     assert all(fleet.cache.target(worker.record, 0) is None for worker in fleet.serving("m"))
     options = fleet.options(fleet.serving("m"), rendered(TOKENS))
     assert all(option.matches[0].total_tokens == 0 for option in options)
@@ -70,3 +72,48 @@ async def test_suspicion_ends_with_the_next_heartbeat(fleet: Fleet) -> None:
     fleet.beat(record(1))
     assert fleet.serving("m")[0].state == "ready"
     fleet.suspect("unknown", "refused")
+
+
+async def test_a_request_that_was_just_sent_counts_before_any_event(fleet: Fleet) -> None:
+    fleet.add(record(1))
+    fleet.add(record(2))
+    request = rendered(TOKENS)
+    first = fleet.options(fleet.serving("m"), request)[0].place
+    fleet.sent(first, request, None, now=0.0)
+    found = {option.place.key: option.matches[0].total_tokens for option in fleet.options(fleet.serving("m"), request)}
+    assert found == {first.key: 96, (record(2).incarnation, 0): 0}
+
+
+async def test_a_request_that_reads_no_cache_predicts_no_hits(fleet: Fleet) -> None:
+    fleet.add(record(1))
+    request = rendered(TOKENS)
+    fleet.sent(fleet.options(fleet.serving("m"), request)[0].place, request, None, now=0.0)
+    anew = RenderedRequest(request.prompts, reads_cache=False)
+    (option,) = fleet.options(fleet.serving("m"), anew)
+    assert (option.matches[0].total_tokens, option.prompt_lengths) == (0, (100,))
+
+
+async def test_without_events_or_tokens_what_is_held_is_guessed_and_says_so(fleet: Fleet) -> None:
+    fleet.add(record(1, events=None))
+    fleet.add(record(2))
+    text = text_prompt("m", {"prompt": "once upon a time there was " * 100})
+    blind, seen = (option.place for option in fleet.options(fleet.serving("m"), None, text, now=0.0))
+    fleet.sent(blind, None, text, now=0.0)
+    fleet.sent(seen, None, text, now=0.0)
+    options = fleet.options(fleet.serving("m"), None, text, now=1.0)
+    assert all(option.is_guess and option.matches[0].total_tokens > 600 for option in options)
+    assert options[0].prompt_lengths == (675,)
+    mixed = fleet.options(fleet.serving("m"), rendered(TOKENS), text, now=1.0)
+    assert [option.is_guess for option in mixed] == [True, False]
+    assert 90 < mixed[0].matches[0].total_tokens <= 100
+    assert mixed[1].matches[0].total_tokens == 0
+
+
+async def test_a_worker_that_changes_or_leaves_tells_which_places_are_gone(fleet: Fleet) -> None:
+    ranks = tuple(EventRank(dp_rank=rank, pub=f"ipc:///{rank}") for rank in range(2))
+    old = record(1, events=EventSource(topic="t", ranks=ranks))
+    fleet.add(old)
+    new = record(1, events=EventSource(topic="t", ranks=ranks[:1]))
+    assert [place.dp_rank for place in fleet.change(old, new)] == [1]
+    assert [place.dp_rank for place in fleet.remove(new)] == [0]
+    assert fleet.remove(new) == []

@@ -29,6 +29,47 @@ def test_unknown_policies_name_the_known_ones() -> None:
         load_config(["--router-policy", "best"], {})
 
 
+def test_a_policy_that_is_almost_right_is_named() -> None:
+    with pytest.raises(SystemExit, match="did you mean least-loaded"):
+        load_config(["--router-policy", "leastloaded"], {})
+
+
+def test_routing_options_keep_the_manuals_names_and_ranges() -> None:
+    config = load_config(
+        [
+            *("--kv-overlap-weight", "2", "--kv-prefill-overlap-weight", "20.0", "--kv-decode-overlap-weight", "0"),
+            *("--session-affinity", "prefill", "--session-affinity-ttl-seconds", "86400"),
+            *("--pd-prefill-guard-release", "completion"),
+        ],
+        {},
+    )
+    assert (config.kv_overlap_weight, config.kv_prefill_overlap_weight, config.kv_decode_overlap_weight) == (2, 20, 0)
+    assert (config.session_affinity, config.session_affinity_ttl_s) == ("prefill", 86_400)
+    assert config.pd_prefill_guard_release == "completion"
+
+
+def test_the_guards_release_comes_from_the_environment_too() -> None:
+    assert load_config([], {"INFERA_PD_PREFILL_GUARD_RELEASE": "completion"}).pd_prefill_guard_release == "completion"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-overlap-weight", "-1"],
+        ["--kv-overlap-weight", "nan"],
+        ["--kv-overlap-weight", "x"],
+        ["--session-affinity", "on"],
+        ["--session-affinity-ttl-seconds", "0"],
+        ["--session-affinity-ttl-seconds", "86401"],
+        ["--pd-prefill-guard-release", "headers"],
+        ["--queue-max", "0"],
+    ],
+)
+def test_values_out_of_range_are_refused(flags: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(flags, {})
+
+
 def test_secrets_come_from_the_environment_and_are_not_shown() -> None:
     config = load_config([], {"INFERA_JOIN_TOKEN": "t", "INFERA_API_KEY": "a,b"})
     assert (config.join_token, config.api_keys) == ("t", ("a", "b"))
