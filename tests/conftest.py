@@ -13,8 +13,10 @@ from tests.support.engine_fixtures import engine_fleet
 
 __all__ = ["engine_fleet"]
 
-# Hypothesis deadlines measure the machine, not the code.
-hypothesis.settings.register_profile("infera", deadline=None, print_blob=True)
+# Deadlines, and the check for slow generation, measure the machine, not the code.
+hypothesis.settings.register_profile(
+    "infera", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("infera")
 
 
