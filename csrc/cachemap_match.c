@@ -102,6 +102,7 @@ static inline int read_node(const cachemap_view *view, uint32_t node, const uint
         atomic_load_explicit(&words[1], memory_order_relaxed) != key[1])
         return 0;
     *set = atomic_load_explicit(&found->set, memory_order_acquire);
+    if (!*set) return 0; /* free: its key is a link, which may look like the one wanted */
     atomic_thread_fence(memory_order_acquire);
     return atomic_load_explicit(&words[0], memory_order_relaxed) == key[0] &&
            atomic_load_explicit(&words[1], memory_order_relaxed) == key[1];

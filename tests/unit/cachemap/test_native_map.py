@@ -103,6 +103,17 @@ def test_many_holders_of_the_same_keys(seed: int, steps: int, holders: int) -> N
     assert real.facts().nodes == real.entry_count == 0
 
 
+def test_a_key_of_zeros_is_not_taken_for_a_free_node() -> None:
+    """A free node's key field is a link in the list of free ones; the first link is all zeros."""
+    made = NativeCacheMap(4096, seed=(1, 2))
+    holder = made.add_holder("w")
+    made.store(holder, Tier.HBM, [KEYS[1]])
+    made.clear(holder)
+    made.store(holder, Tier.HBM, [KEYS[0]])
+    made.tick(0)
+    assert made.match(PROMPT, [Target(1, holder)])[0].tokens_by_tier == {Tier.HBM: 16}
+
+
 def test_a_missing_grain_between_does_not_end_a_wider_workers_match() -> None:
     made = NativeCacheMap(4096)
     holder = made.add_holder("w")
