@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "mix.h"
+
 /* cffi: begin */
 enum {
     ARENA_LAYOUT_VERSION = 3,
@@ -261,15 +263,10 @@ typedef struct {
     uint16_t tag;
 } arena_place;
 
-static inline uint64_t arena_mix(uint64_t a, uint64_t b) {
-    __uint128_t product = (__uint128_t)a * b;
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
 static inline arena_place arena_place_of(const arena_header *header, const uint64_t key[2],
                                          uint32_t class_id) {
-    uint64_t hash = arena_mix(key[0] ^ header->seed[0], key[1] ^ header->seed[1]);
-    hash = arena_mix(hash ^ class_id, 0x9E3779B97F4A7C15ull);
+    uint64_t hash = mix_words(key[0] ^ header->seed[0], key[1] ^ header->seed[1]);
+    hash = mix_words(hash ^ class_id, 0x9E3779B97F4A7C15ull);
     uint64_t mask = header->bucket_count - 1;
     return (arena_place){{hash & mask, (hash >> 32) & mask}, (uint16_t)((hash >> 48) | 1)};
 }

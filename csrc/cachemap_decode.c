@@ -72,7 +72,7 @@ uint64_t engine_fold_hash(const cachemap_engine *engine, const uint8_t *bytes, u
     for (uint32_t at = 0; at < count; at += 8) {
         uint64_t word = 0;
         memcpy(&word, bytes + at, count - at < 8 ? count - at : 8);
-        folded = cachemap_mix(folded ^ word ^ seed[1], 0x9E3779B97F4A7C15ull);
+        folded = mix_words(folded ^ word ^ seed[1], 0x9E3779B97F4A7C15ull);
     }
     return folded;
 }

@@ -98,8 +98,8 @@ void cachemap_node_free(cachemap *map, uint32_t node) {
 }
 
 static uint64_t alias_home(const cachemap *map, uint64_t hash, uint32_t place) {
-    uint64_t mixed = cachemap_mix(hash ^ map->seed[1],
-                                  (map->seed[0] | 1) ^ (uint64_t)place * 0x9E3779B97F4A7C16ull);
+    uint64_t mixed = mix_words(hash ^ map->seed[1],
+                               (map->seed[0] | 1) ^ (uint64_t)place * 0x9E3779B97F4A7C16ull);
     return (uint64_t)((__uint128_t)mixed * map->alias_slots >> 64);
 }
 

@@ -11,6 +11,7 @@
 #endif
 
 #include "cachemap.h"
+#include "mix.h"
 
 #define CACHEMAP_MAGIC        0x3150414d48434649ull /* "IFCHMAP1" */
 #define CACHEMAP_HEADER_BYTES 4096
@@ -142,17 +143,12 @@ struct cachemap_view {
     uint32_t nodes_max, bucket_count, chunks_max;
 };
 
-static inline uint64_t cachemap_mix(uint64_t a, uint64_t b) {
-    __uint128_t product = (__uint128_t)a * b;
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
 static inline void cachemap_load_key(const uint8_t *bytes, uint64_t key[2]) {
     __builtin_memcpy(key, bytes, KEY_BYTES);
 }
 
 static inline uint64_t cachemap_hash(const uint64_t seed[2], const uint64_t key[2]) {
-    return cachemap_mix(key[0] ^ seed[0], key[1] ^ seed[1]);
+    return mix_words(key[0] ^ seed[0], key[1] ^ seed[1]);
 }
 
 static inline uint32_t cachemap_home(uint64_t hash, uint32_t bucket_count) {

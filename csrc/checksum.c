@@ -117,24 +117,26 @@ CRC_TARGET static inline __attribute__((always_inline)) void copy_lanes(uint8_t 
     }
 }
 
-CRC_TARGET static void copy_two(uint8_t *target, const uint8_t *source, size_t bytes, int mode,
-                                uint64_t *crcs) {
+/* The loop for one lane or two and for each mode, so that none of them is asked for within it. */
+CRC_TARGET static inline __attribute__((always_inline)) void
+copy_in_mode(uint8_t *target, const uint8_t *source, size_t bytes, int lanes, int mode,
+             uint64_t *crcs) {
     if (mode == STREAM)
-        copy_lanes(target, source, bytes, 2, STREAM, crcs);
+        copy_lanes(target, source, bytes, lanes, STREAM, crcs);
     else if (mode == STORE)
-        copy_lanes(target, source, bytes, 2, STORE, crcs);
+        copy_lanes(target, source, bytes, lanes, STORE, crcs);
     else
-        copy_lanes(target, source, bytes, 2, SUM_ONLY, crcs);
+        copy_lanes(target, source, bytes, lanes, SUM_ONLY, crcs);
 }
 
 CRC_TARGET static void copy_one(uint8_t *target, const uint8_t *source, size_t bytes, int mode,
+                                uint64_t *crc) {
+    copy_in_mode(target, source, bytes, 1, mode, crc);
+}
+
+CRC_TARGET static void copy_two(uint8_t *target, const uint8_t *source, size_t bytes, int mode,
                                 uint64_t *crcs) {
-    if (mode == STREAM)
-        copy_lanes(target, source, bytes, 1, STREAM, crcs);
-    else if (mode == STORE)
-        copy_lanes(target, source, bytes, 1, STORE, crcs);
-    else
-        copy_lanes(target, source, bytes, 1, SUM_ONLY, crcs);
+    copy_in_mode(target, source, bytes, 2, mode, crcs);
 }
 
 static int mode_of(const uint8_t *target, int streaming) {

@@ -90,8 +90,8 @@ void store_list_remove(store *state, enum slot_link kind, slot_list *list, uint3
 
 static ghost *ghost_bucket(const store *state, uint32_t slot, uint32_t *fingerprint) {
     const arena_record *record = store_record(state, slot);
-    uint64_t hash = arena_mix(record->key[0] ^ state->header->seed[1], record->key[1]);
-    hash = arena_mix(hash ^ record->class_id, 0x9E3779B97F4A7C15ull);
+    uint64_t hash = mix_words(record->key[0] ^ state->header->seed[1], record->key[1]);
+    hash = mix_words(hash ^ record->class_id, 0x9E3779B97F4A7C15ull);
     *fingerprint = (uint32_t)(hash >> 32) | 1; /* 0: empty */
     return &state->ghosts[hash & state->ghosts_mask & ~(uint64_t)(GHOST_WAYS - 1)];
 }

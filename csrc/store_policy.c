@@ -78,7 +78,7 @@ static owner_book *space_of(store *state, uint32_t class_id) {
 /* ---- tenants ---- */
 
 static uint32_t *tenant_chain(const store *state, uint64_t tag) {
-    uint64_t hash = arena_mix(tag ^ state->header->seed[0], 0x9E3779B97F4A7C15ull);
+    uint64_t hash = mix_words(tag ^ state->header->seed[0], 0x9E3779B97F4A7C15ull);
     return &state->tenant_heads[hash % STORE_TENANTS_MAX];
 }
 

@@ -586,7 +586,7 @@ void store_end_adoption(store *state) {
     /* New names begin elsewhere than the last daemon's: an answer it never gave fits none of them.
      */
     uint64_t changes = atomic_load_explicit(&state->header->change_count, memory_order_relaxed);
-    uint32_t base = (uint32_t)arena_mix(changes ^ state->header->generation, 0x9E3779B97F4A7C15ull);
+    uint32_t base = (uint32_t)mix_words(changes ^ state->header->generation, 0x9E3779B97F4A7C15ull);
     state->free_reservation = ARENA_NONE;
     for (uint32_t index = STORE_RESERVATIONS_MAX; index-- > 0;) {
         if (state->reservations[index].state != RESERVATION_FREE) continue;
