@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from kvd.client.arena import Location
+from kvd.client.arrays import put_buffer
 from kvd.client.client import Grant, KvdClient, PinnedRun, RecordSpec
 from kvd.client.copier import CpuCopier, Segment
+from tests.support.processes import wait_until
 
 BLOCKS = 32
 SPEC = RecordSpec(b"namespace-number", 0, (40_000,), "test-model")
@@ -36,6 +38,12 @@ def key_of(number: int) -> bytes:
 def content_of(key: bytes, size: int) -> bytes:
     """The only right bytes for a key."""
     return hashlib.shake_128(key).digest(64) * (size // 64) + bytes(size % 64)
+
+
+def put_and_wait(user: KvdUser, key: bytes, content: object) -> None:
+    """Save an object of SPEC, and wait until it is in the index."""
+    assert put_buffer(user.client, SPEC, key, content)
+    wait_until(lambda: user.client.probe_run(SPEC, key) == 1, "the record is present")
 
 
 def location(run: PinnedRun, slot: int) -> Location:

@@ -1,4 +1,4 @@
-"""A daemon of their own for each test, and clients in other processes and in this one."""
+"""A daemon of its own for each test or one for a file, and clients in other processes and in this one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.kvd_daemon import DaemonProcess, running
-from tests.support.kvd_user import KvdUser, UserProcess
+from tests.support.kvd_user import SPEC, KvdUser, UserProcess
 
 MakeUser = Callable[[], UserProcess]
 
@@ -15,6 +15,21 @@ MakeUser = Callable[[], UserProcess]
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
     yield from running()
+
+
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[DaemonProcess]:
+    """One daemon for all tests of a file that do it no harm."""
+    yield from running()
+
+
+@pytest.fixture
+def user(shared_daemon: DaemonProcess) -> Iterator[KvdUser]:
+    """A client of the shared daemon, in this process; what it stored is dropped after the test."""
+    made = KvdUser(shared_daemon.socket)
+    yield made
+    made.client.close()
+    shared_daemon.drop(SPEC.namespace)
 
 
 @pytest.fixture

@@ -4,42 +4,21 @@ from __future__ import annotations
 
 import array
 import os
-from collections.abc import Iterator
 
 import pytest
 
 from kvd.client.arrays import get_array, get_buffer, put_array, put_buffer
-from tests.support.kvd_daemon import DaemonProcess, running
-from tests.support.kvd_user import SPEC, KvdUser, key_of
+from tests.support.kvd_user import SPEC, KvdUser, key_of, put_and_wait
 from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.integration
 SIZE = SPEC.shard_bytes[0]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    yield from running()
-
-
-@pytest.fixture
-def user(daemon: DaemonProcess) -> Iterator[KvdUser]:
-    made = KvdUser(daemon.socket)
-    yield made
-    made.client.close()
-    daemon.drop(SPEC.namespace)
-
-
-def put(user: KvdUser, key: bytes, content: object) -> None:
-    """Save, and wait until it is in the index."""
-    assert put_buffer(user.client, SPEC, key, content)
-    wait_until(lambda: user.client.probe_run(SPEC, key) == 1, "the record is present")
-
-
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_any_buffer(user: KvdUser, kind: type) -> None:
     content = os.urandom(SIZE)
-    put(user, key_of(1), kind(content))
+    put_and_wait(user, key_of(1), kind(content))
     out = bytearray(SIZE)
     assert get_buffer(user.client, SPEC, key_of(1), out)
     assert out == content
@@ -47,7 +26,7 @@ def test_any_buffer(user: KvdUser, kind: type) -> None:
 
 def test_typed_buffers(user: KvdUser) -> None:
     content = array.array("d", [0.5] * (SIZE // 8))
-    put(user, key_of(2), content)
+    put_and_wait(user, key_of(2), content)
     out = array.array("d", bytes(SIZE))
     assert get_buffer(user.client, SPEC, key_of(2), out)
     assert out == content
@@ -58,13 +37,13 @@ def test_what_does_not_fit_is_refused(user: KvdUser) -> None:
         put_buffer(user.client, SPEC, key_of(1), bytes(SIZE - 1))
     with pytest.raises(ValueError, match="do not lie together"):
         put_buffer(user.client, SPEC, key_of(1), memoryview(bytes(2 * SIZE))[::2])
-    put(user, key_of(1), bytes(SIZE))
+    put_and_wait(user, key_of(1), bytes(SIZE))
     with pytest.raises((BufferError, TypeError, ValueError)):
         get_buffer(user.client, SPEC, key_of(1), bytes(SIZE))
 
 
 def test_wrong_bytes_are_reported_and_dropped(user: KvdUser) -> None:
-    put(user, key_of(3), bytes(SIZE))
+    put_and_wait(user, key_of(3), bytes(SIZE))
     session = user.client.session()
     assert session is not None
     run = user.client.pin_run(SPEC, key_of(3))

@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
 from kvd.client import lookups
-from kvd.client.arrays import put_buffer
 from kvd.client.lookups import RepeatedLookups
-from tests.support.kvd_daemon import DaemonProcess, running
-from tests.support.kvd_user import SPEC, KvdUser, key_of
+from tests.support.kvd_daemon import DaemonProcess
+from tests.support.kvd_user import SPEC, KvdUser, key_of, put_and_wait
 from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.integration
 SIZE = SPEC.shard_bytes[0]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    yield from running()
-
-
-@pytest.fixture
-def user(daemon: DaemonProcess) -> Iterator[KvdUser]:
-    made = KvdUser(daemon.socket)
-    yield made
-    made.client.close()
-    daemon.drop(SPEC.namespace)
-
-
-def put(user: KvdUser, key: bytes, content: object) -> None:
-    """Save, and wait until it is in the index."""
-    assert put_buffer(user.client, SPEC, key, content)
-    wait_until(lambda: user.client.probe_run(SPEC, key) == 1, "the record is present")
-
-
 def put_numbers(user: KvdUser, numbers: list[int]) -> None:
     for number in numbers:
-        put(user, key_of(number), bytes(SIZE))
+        put_and_wait(user, key_of(number), bytes(SIZE))
 
 
 def test_an_answer_is_remembered_until_something_changes(user: KvdUser) -> None:
     asked = RepeatedLookups(user.client)
     keys = key_of(10) + key_of(11) + key_of(12)
     assert asked.probe_run("a", SPEC, keys) == 0
-    put(user, key_of(10), bytes(SIZE))
+    put_and_wait(user, key_of(10), bytes(SIZE))
     assert asked.probe_run("a", SPEC, keys) == 1
-    put(user, key_of(11), bytes(SIZE))
+    put_and_wait(user, key_of(11), bytes(SIZE))
     assert asked.probe_run("a", SPEC, keys) == 2
     # The remembered answer, whatever the keys: nothing was looked up.
     assert asked.probe_run("a", SPEC, b"") == 2
@@ -56,11 +35,11 @@ def test_an_answer_is_remembered_until_something_changes(user: KvdUser) -> None:
     assert asked.probe_run("a", SPEC, b"") == 0
 
 
-def test_a_removal_is_noticed(daemon: DaemonProcess, user: KvdUser) -> None:
+def test_a_removal_is_noticed(shared_daemon: DaemonProcess, user: KvdUser) -> None:
     asked = RepeatedLookups(user.client)
-    put(user, key_of(20), bytes(SIZE))
+    put_and_wait(user, key_of(20), bytes(SIZE))
     assert asked.probe_run(1, SPEC, key_of(20)) == 1
-    daemon.drop(SPEC.namespace)
+    shared_daemon.drop(SPEC.namespace)
     assert asked.probe_run(1, SPEC, key_of(20)) == 0
 
 
@@ -73,7 +52,7 @@ def test_questions_are_bounded(user: KvdUser, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_forked_child_finds_nothing(user: KvdUser) -> None:
-    put(user, key_of(30), bytes(SIZE))
+    put_and_wait(user, key_of(30), bytes(SIZE))
     asked = RepeatedLookups(user.client)
     assert asked.probe_run(1, SPEC, key_of(30)) == 1
     child = os.fork()
@@ -87,7 +66,7 @@ def test_after_a_restart_nothing_old_is_answered() -> None:
     daemon = DaemonProcess().start()
     try:
         user = KvdUser(daemon.socket)
-        put(user, key_of(1), bytes(SIZE))
+        put_and_wait(user, key_of(1), bytes(SIZE))
         asked = RepeatedLookups(user.client)
         assert asked.probe_run(1, SPEC, key_of(1)) == 1
         daemon.kill()
