@@ -16,13 +16,12 @@ import zmq.asyncio
 
 from infera.cachemap.native_map import EngineDecoder, NativeCacheMap
 from infera.cachemap.sequence import SequenceTracker, Step
-from infera.cachemap.sockets import FRAMES_BEFORE_YIELD, dealer, read_sequence, subscriber
+from infera.cachemap.sockets import END_SEQUENCE, FRAMES_BEFORE_YIELD, dealer, read_sequence, subscriber
 from infera.discovery.record import EventRank
 
 REPLAY_ATTEMPTS_MAX: Final = 3
 REPLAY_SILENCE_S_MAX: Final = 5.0
 REPLAY_S_MAX: Final = 60.0
-END_SEQUENCE: Final = 2**64 - 1
 _log = logging.getLogger(__name__)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from infera_core.keys import GRAIN_TOKENS
+from infera_core.keys import GRAIN_TOKENS, KEY_BYTES
 
 from infera.cachemap.follower import Follower, now_ms
 from infera.cachemap.interface import Match, Target, Tier, WorkerHolders
@@ -155,11 +155,11 @@ class FleetCache:
         target = self.target(record, dp_rank)
         if holders is None or target is None or target.own_holder is None:
             return
-        step = target.stride_grains * 16
+        step = target.stride_grains * KEY_BYTES
         ends = (
             keys
             if target.stride_grains == 1
-            else b"".join(keys[end - 16 : end] for end in range(step, len(keys) + 1, step))
+            else b"".join(keys[end - KEY_BYTES : end] for end in range(step, len(keys) + 1, step))
         )
         self.ingest.predict(target.own_holder, ends)
 

@@ -1,7 +1,7 @@
 """A server's connection to the ingest process: starts it, reads its map, and starts it again when it dies.
 
-While nobody keeps a map nothing is matched, which only means hits that are not predicted; ``problems`` says so,
-and the counters say how often it happened. A new process builds the map from replays and snapshots.
+While nobody keeps a map nothing is matched, which only means hits that are not predicted; ``problems`` says so. A new
+process builds the map from replays and snapshots.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class IngestLink:
         self.reader: MapReader | None = None
         self.directory: dict[str, WorkerHolders] = {}
         self.restarts = 0
-        self.lost_predictions = 0
         self._entry_limit = entry_limit
         self._joined_name = name
         self._records: dict[str, WorkerRecord] = {}
@@ -107,7 +106,6 @@ class IngestLink:
     def _say(self, message: ToIngest) -> None:
         if self._writer is None:
             # A record is sent again when there is somebody to send it to; a prediction is not worth keeping.
-            self.lost_predictions += isinstance(message, Predict)
             return
         try:
             send(self._writer, message)

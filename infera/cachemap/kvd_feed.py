@@ -15,14 +15,13 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from infera.cachemap.native_map import KvdDecoder, NativeCacheMap
-from infera.cachemap.sockets import FRAMES_BEFORE_YIELD, dealer, read_sequence, subscriber
+from infera.cachemap.sockets import END_SEQUENCE, FRAMES_BEFORE_YIELD, dealer, read_sequence, subscriber
 
 SNAPSHOT_SILENCE_S_MAX: Final = 5.0
 SNAPSHOT_S_MAX: Final = 60.0
 RETRY_S_MIN: Final = 0.5
 RETRY_S_MAX: Final = 15.0
 NAMESPACES_MAX: Final = 256
-END_SEQUENCE: Final = 2**64 - 1
 _log = logging.getLogger(__name__)
 
 

@@ -195,13 +195,6 @@ class NativeCacheMap(MapReader):
         """Forget everything the holder held."""
         self._must(lib.cachemap_holder_clear(self.handle, holder))
 
-    def add_group(self, holder: int, group: int, *, window_tokens: int | None = None, is_state: bool = False) -> None:
-        """Make ``group`` a further layer group of a hybrid model's rank."""
-        rule = lib.CACHEMAP_RULE_STATE if is_state else lib.CACHEMAP_RULE_WINDOW
-        if window_tokens is None and not is_state:
-            rule = lib.CACHEMAP_RULE_FULL
-        self._must(lib.cachemap_holder_add_group(self.handle, holder, group, rule, window_tokens or 0))
-
     def store(self, holder: int, tier: Tier, keys: Iterable[bytes] | bytes) -> int:
         """Enter blocks; returns how many were refused at the limit. Raises KeyError for a void handle."""
         packed = self._packed(holder, keys)
@@ -241,10 +234,8 @@ class NativeCacheMap(MapReader):
 
     @staticmethod
     def _must(status: int) -> None:
-        if status == lib.CACHEMAP_NO_HOLDER:
-            raise KeyError("void holder")
         if status != lib.CACHEMAP_OK:
-            raise ValueError("no room for another group of layers")
+            raise KeyError("void holder")
 
 
 class EngineDecoder:

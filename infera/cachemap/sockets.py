@@ -12,6 +12,8 @@ MESSAGE_BYTES_MAX: Final = 64 * 1024 * 1024
 RECONNECT_MS_MAX: Final = 5_000
 # A socket with messages waiting never suspends its reader, so the reader has to let others run.
 FRAMES_BEFORE_YIELD: Final = 16
+END_SEQUENCE: Final = 2**64 - 1
+"""The number of a message that ends a replay or a snapshot."""
 
 
 def subscriber(context: zmq.asyncio.Context, endpoint: str, topic: bytes) -> zmq.asyncio.Socket:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,6 +43,7 @@ _HEX: Final = re.compile(r"(?:[0-9a-f]{2})+")
 _EVENT_SCHEMES: Final = ("ipc://", "tcp://")
 
 Role = Literal["mixed", "prefill", "decode"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 
 class RecordError(ValueError):

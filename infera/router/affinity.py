@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, Literal
 
-from infera.discovery.record import Role
+from infera.discovery.record import ROLES, Role
 from infera.router.place import Key
 
 AffinityMode = Literal["off", "prefill", "both"]
@@ -29,7 +29,7 @@ SESSION_BYTES_MAX: Final = 1_024
 _ROLES: Final[dict[AffinityMode, frozenset[Role]]] = {
     "off": frozenset(),
     "prefill": frozenset({"prefill"}),
-    "both": frozenset({"prefill", "decode", "mixed"}),
+    "both": frozenset(ROLES),
 }
 
 

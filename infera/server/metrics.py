@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from infera.cachemap.fleet_cache import FleetCache
-from infera.discovery.record import Role
+from infera.discovery.record import ROLES
 from infera.router.affinity import SessionTable
 from infera.router.core import RouterCore
 from infera.router.fleet import Fleet
@@ -134,7 +134,7 @@ def session_metrics(sessions: SessionTable) -> Iterator[Metric]:
     """What became of sessions, by role. Nothing when affinity is off."""
     if sessions.mode == "off":
         return
-    roles: list[Role] = [role for role in ROLES if sessions.covers(role)]
+    roles = [role for role in ROLES if sessions.covers(role)]
     leases = GaugeMetricFamily(
         "infera_router_session_active_leases", "Requests under way that belong to a bound session.", labels=["role"]
     )
@@ -150,7 +150,6 @@ def session_metrics(sessions: SessionTable) -> Iterator[Metric]:
     yield CounterMetricFamily("infera_router_session_expired", "Bindings that were idle too long.", sessions.expired)
 
 
-ROLES: Final[tuple[Role, ...]] = ("mixed", "prefill", "decode")
 _SESSION_EVENTS: Final = {
     "hits": "Picks that went where the session is bound.",
     "selected": "Picks that bound a session: new, or its worker was gone.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from infera.discovery.record import Role
+from infera.discovery.record import ROLES, Role
 from infera.router.demand import Demand
 from infera.router.field import Field
 from infera.router.policies.base import BasePolicy
@@ -22,8 +22,7 @@ class KvAware(BasePolicy):
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         super().__init__(settings)
-        roles: tuple[Role, ...] = ("mixed", "prefill", "decode")
-        self._weights = {role: Weights(overlap=self.settings.overlap.of(role)) for role in roles}
+        self._weights = {role: Weights(overlap=self.settings.overlap.of(role)) for role in ROLES}
 
     def weights(self, role: Role) -> Weights:
         """The overlap weight biases what a worker holds against how loaded it is."""
