@@ -63,9 +63,9 @@ def truncate(
     room = limit - len(begin) - len(end)
     if len(tokens) <= room:
         return begin + tokens + end
-    if room <= 0:
-        raise UnrenderableError("truncate_prompt_tokens", "there is no room beside the special tokens")
-    return begin + tokens[-room:] + end
+    if room < 0:
+        raise UnrenderableError("truncate_prompt_tokens", "there is no room for the special tokens")
+    return begin + tokens[len(tokens) - room :] + end
 
 
 def output_tokens_of(body: Mapping[str, Any], *names: str, default: int = 0) -> int:

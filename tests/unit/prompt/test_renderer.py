@@ -85,7 +85,6 @@ async def test_all_shapes_of_completion_prompts(renderer: PromptRenderer) -> Non
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
         ({"prompt": "x", "truncate_prompt_tokens": 0}, "malformed"),
-        ({"prompt": "x", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ({"prompt": "x", "truncation_side": "middle"}, "malformed"),
         ({"prompt": ""}, "malformed"),
         ({"prompt": "x", "cache_salt": 7}, "malformed"),
@@ -213,6 +212,8 @@ async def test_truncation_keeps_the_end_and_the_special_tokens(renderer: PromptR
     whole = (await render(renderer, "completions", prompt="one two three four")).prompts[0].tokens.tolist()
     cut = (await render(renderer, "completions", prompt="one two three four", truncate_prompt_tokens=4)).prompts[0]
     assert cut.tokens.tolist() == [whole[0], *whole[-3:]]
+    least = (await render(renderer, "completions", prompt="one two", truncate_prompt_tokens=1)).prompts[0]
+    assert least.tokens.tolist() == [whole[0]]
     ids = (await render(renderer, "completions", prompt=[1, 2, 3, 4], truncate_prompt_tokens=2)).prompts[0]
     assert ids.tokens.tolist() == [3, 4]
 

@@ -17,6 +17,7 @@ BEGIN, TOKENS, END = array("I", [1]), array("I", [10, 11, 12, 13]), array("I", [
         (None, None, [1, 10, 11, 12, 13, 2]),
         (6, None, [1, 10, 11, 12, 13, 2]),
         (4, None, [1, 12, 13, 2]),
+        (2, None, [1, 2]),
         (4, "left", [11, 12, 13, 2]),
         (4, "right", [1, 10, 11, 12]),
         (9, "left", [1, 10, 11, 12, 13, 2]),
@@ -26,9 +27,9 @@ def test_special_tokens_survive_unless_a_side_is_named(limit: int | None, side: 
     assert truncate(BEGIN, TOKENS, END, limit, side).tolist() == expected
 
 
-def test_no_room_beside_the_special_tokens_is_left_to_the_engine() -> None:
+def test_no_room_for_the_special_tokens_is_left_to_the_engine() -> None:
     with pytest.raises(UnrenderableError):
-        truncate(BEGIN, TOKENS, END, 2, None)
+        truncate(BEGIN, TOKENS, END, 1, None)
 
 
 def test_the_whole_context_keeps_one_token_for_an_answer() -> None:
