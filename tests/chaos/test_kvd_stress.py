@@ -5,6 +5,7 @@ INFERA_TEST_STRESS_S sets how long it runs (default 15 s), INFERA_TEST_SEED repe
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import random
@@ -33,7 +34,7 @@ def use_until_killed(socket_path: Path, seed: int, results: Any, stop: Any) -> N
     dice = random.Random(seed)
     user = KvdUser(socket_path, name=f"stress-{seed % 1000}")
     found = damaged = wrong = saved = 0
-    while not stop.is_set():
+    while not stop.value:
         start = dice.randrange(KEYS)
         keys = [key_of(number) for number in range(start, start + dice.choice([1, 5, 40]))]
         match dice.randrange(8):
@@ -62,7 +63,8 @@ class Stress:
         self.dice = random.Random(SEED)
         self.context = multiprocessing.get_context("spawn")
         self.daemon = daemon
-        self.stop = self.context.Event()
+        # Without a lock: a process that is killed while it holds one keeps it for ever.
+        self.stop = self.context.RawValue(ctypes.c_bool, False)
         self.running: list[tuple[BaseProcess, Any]] = []
         self.totals = [0, 0, 0, 0]
 
@@ -84,7 +86,7 @@ class Stress:
         self.reap(process, results)
 
     def end(self) -> None:
-        self.stop.set()
+        self.stop.value = True
         for process, results in self.running:
             self.reap(process, results)
             assert process.exitcode == 0
@@ -144,7 +146,7 @@ def test_stress() -> None:
         assert list(daemon.arena.glob("*.ledger")) == []
         assert "Traceback" not in daemon.log_text()
     finally:
-        stress.stop.set()
+        stress.stop.value = True
         for process, _ in stress.running:
             process.kill()
             process.join()
