@@ -6,12 +6,11 @@
 # sanitizers. FUZZ_TARGETS names the targets, default all.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. csrc/core_objects.sh
 
 seconds=${FUZZ_SECONDS:-60}
 seed=${FUZZ_SEED:-$(date +%s)}
 build=${FUZZ_BUILD:-build/fuzz}
-core=()
-for source in csrc/*.c; do core+=("$source"); done
 flags=(-std=gnu11 -g -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all -Icsrc)
 mkdir -p "$build/corpus"
 
@@ -22,16 +21,18 @@ has_libfuzzer() {
 }
 
 if has_libfuzzer; then
-    kind=libfuzzer compile=(clang "${flags[@]}" -fsanitize=fuzzer,address,undefined)
+    kind=libfuzzer compile=(clang "${flags[@]}" -fsanitize=address,undefined) driver=(-fsanitize=fuzzer)
+    core_objects "$build/core-$kind" "${compile[@]}" -fsanitize=fuzzer-no-link
 else
-    kind=seeded compile=("${CC:-cc}" "${flags[@]}" -fsanitize=address,undefined csrc/fuzz/driver.c)
+    kind=seeded compile=("${CC:-cc}" "${flags[@]}" -fsanitize=address,undefined) driver=(csrc/fuzz/driver.c)
+    core_objects "$build/core-$kind" "${compile[@]}"
 fi
 
 for source in csrc/fuzz/fuzz_*.c; do
     name=$(basename "$source" .c)
     if [ -n "${FUZZ_TARGETS:-}" ] && [[ " $FUZZ_TARGETS " != *" $name "* ]]; then continue; fi
     echo "fuzz: $name ($kind, $seconds s)"
-    "${compile[@]}" "$source" "${core[@]}" -lpthread -lrt -o "$build/$name-$kind"
+    "${compile[@]}" "${driver[@]}" "$source" "$build/core-$kind"/*.o -lpthread -lrt -o "$build/$name-$kind"
     if [ $kind = libfuzzer ]; then
         mkdir -p "$build/corpus/$name"
         "$build/$name-$kind" -max_total_time="$seconds" -seed="$seed" -max_len=4096 -print_final_stats=1 \

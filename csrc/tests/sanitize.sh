@@ -5,7 +5,8 @@
 set -euo pipefail
 mkdir -p "$1"
 build=$(realpath "$1") seconds=$2 seed=$3
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. csrc/core_objects.sh
 
 shift 3
 kinds=("${@:-address portable thread}")
@@ -19,10 +20,11 @@ for kind in ${kinds[*]}; do
         thread) flags="-fsanitize=thread -Wno-tsan" ;;
         *) echo "sanitize: unknown kind $kind; use address, portable or thread" >&2; exit 2 ;;
     esac
+    # shellcheck disable=SC2206
+    compile=(${CC:-gcc} -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-error=tsan $flags)
+    core_objects "$build/core-$kind" "${compile[@]}"
     for test in selftest selftest_map; do
-        # shellcheck disable=SC2086
-        ${CC:-gcc} -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-error=tsan $flags \
-            -o "$build/$test-$kind" "tests/$test.c" ./*.c -lpthread -lrt
+        "${compile[@]}" -o "$build/$test-$kind" "csrc/tests/$test.c" "$build/core-$kind"/*.o -lpthread -lrt
         echo "sanitize: $kind $test"
         ASAN_OPTIONS=detect_leaks=1 "$build/$test-$kind" "$seconds" "$seed"
     done
