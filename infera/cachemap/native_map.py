@@ -133,8 +133,9 @@ class MapReader:
     def counters(self, source: str) -> Counter[str]:
         """What became of everything that a source said, without zeros."""
         first = SOURCES.index(source) * len(COUNTER_NAMES)
-        values = self.facts().counters
-        return Counter({name: int(values[first + i]) for i, name in enumerate(COUNTER_NAMES) if values[first + i]})
+        facts = self.facts()  # kept: an array within it does not keep it alive
+        values = list(facts.counters)[first : first + len(COUNTER_NAMES)]
+        return Counter({name: int(value) for name, value in zip(COUNTER_NAMES, values, strict=True) if value})
 
     @property
     def entry_count(self) -> int:

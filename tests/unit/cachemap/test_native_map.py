@@ -231,6 +231,17 @@ def test_llm_d_router_1736_a_worker_that_left_leaves_no_entries() -> None:
     assert made.audit() is None
 
 
+def test_counters_are_read_from_memory_that_is_still_there() -> None:
+    """An array within a C struct does not keep the struct alive: what was read could be anybody's bytes."""
+    made = NativeCacheMap(4096)
+    # Freed memory between memory in use is written to by the C library, so reading it shows.
+    blocks = [made.facts() for _ in range(100)]
+    del blocks[::2]
+    for _ in range(100):
+        assert not made.counters("engine")
+        assert not made.counters("kvd")
+
+
 def test_sglang_39822_a_restarted_worker_holds_nothing_of_its_earlier_life() -> None:
     """sglang#39822: picks for caches that no longer existed after restarts."""
     made = NativeCacheMap(4096)
