@@ -262,18 +262,15 @@ static uint64_t copies_hash(uint32_t node, uint32_t tier) {
     return (uint64_t)node << 3 | tier;
 }
 
-/* Notes one copy more of an entry that is there. */
-static void add_copy(cachemap *map, uint32_t slot, uint32_t tier, uint32_t node) {
+/* Notes one copy more of an entry that is there; 0 at a limit. A copy that is not counted must not
+ * be entered: when it left it would take the entry of the others with it. */
+static int add_copy(cachemap *map, uint32_t slot, uint32_t tier, uint32_t node) {
     uint32_t place = PLACE(slot, COPIES_TIER);
     cachemap_alias *copies = cachemap_alias_find(map, copies_hash(node, tier), place);
-    if (!copies) {
-        copies = cachemap_alias_add(map, copies_hash(node, tier), place);
-        if (copies) return;
-    } else if (copies->count < COUNT_MAX) {
-        copies->count++;
-        return;
-    }
-    cachemap_count(map, CACHEMAP_ENGINE, CACHEMAP_COPIES_UNCOUNTED, 1);
+    if (!copies) return cachemap_alias_add(map, copies_hash(node, tier), place) != NULL;
+    if (copies->count == COUNT_MAX) return 0;
+    copies->count++;
+    return 1;
 }
 
 /* Takes one copy away; 0 when there is only the one. */
@@ -293,7 +290,7 @@ int cachemap_enter(cachemap *map, cachemap_holder *holder, uint32_t tier, const 
                    uint64_t hash, int counts_copies, uint32_t *node) {
     uint32_t slot = slot_of(holder), found = cachemap_node_find(map, key, hash);
     if (found && cachemap_set_has(map, found, slot, tier)) {
-        if (counts_copies) add_copy(map, slot, tier, found);
+        if (counts_copies && !add_copy(map, slot, tier, found)) return 0;
         *node = found;
         return 1;
     }

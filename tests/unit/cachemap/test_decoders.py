@@ -202,3 +202,21 @@ def test_anything_else_from_a_kvd_is_refused(payload: bytes) -> None:
     decoder.set_namespace("00", cache_map.add_holder("kvd"))
     assert not decoder.apply(payload)
     assert cache_map.counters("kvd")["bad_frame"] == 1
+
+
+def test_a_copy_that_finds_no_room_takes_nothing_with_it() -> None:
+    """A full map: the same blocks under other names are refused, and the first ones stay as they are."""
+    cache_map = NativeCacheMap(64)
+    holder = cache_map.add_holder("w")
+    decoder = EngineDecoder(cache_map, holder)
+    tokens = list(range(64 * 16))
+    assert decoder.apply(frame(stored(list(range(64)), None, tokens, 16)))
+    assert decoder.apply(frame(stored(list(range(100, 164)), None, tokens, 16)))
+    assert cache_map.audit() is None
+    assert cache_map.blocks_by_tier(holder) == {Tier.HBM: 64}
+    assert cache_map.counters("engine")["refused_full"] == 64
+    assert decoder.apply(frame(removed(list(range(100, 164)))))
+    assert cache_map.blocks_by_tier(holder) == {Tier.HBM: 64}
+    assert decoder.apply(frame(removed(list(range(64)))))
+    assert cache_map.entry_count == 0
+    assert cache_map.audit() is None
