@@ -35,7 +35,7 @@ unit: setup ## the fast tests only
 test: lint ## set up what is missing, lint, and run every test (installs vLLM for CPU once)
 	@echo "test: the engine's environment"; $(PY) -m infera engine-env install vllm
 	@echo "test: the tiny model"; $(PY) -m infera model prepare tiny
-	@echo "test: unit, integration, end to end, chaos"; $(PY) -m pytest $(PYTEST_ARGS)
+	@echo "test: unit, integration, end to end, chaos"; $(PY) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 test-parity: setup ## our token ids against vLLM's own, over hundreds of random requests (SEED repeats a run)
 	@$(PY) -m tests.support.prompt_parity

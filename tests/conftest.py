@@ -21,11 +21,12 @@ hypothesis.settings.load_profile("infera")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives every run a seed that can be repeated."""
+    """Gives every run a seed that can be repeated; the processes of one run share it."""
     seed = config.getoption("--hypothesis-seed", default=None)
     if seed is None:
-        seed = str(random.SystemRandom().randrange(2**32))
+        seed = os.environ.get(_SEED_OF_RUN) or str(random.SystemRandom().randrange(2**32))
         hypothesis.core.global_force_seed = int(seed)
+    os.environ[_SEED_OF_RUN] = str(seed)  # xdist's workers are started later, and inherit it
     config.stash[_SEED] = str(seed)
 
 
@@ -42,10 +43,15 @@ def _no_infera_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _SEED = pytest.StashKey[str]()
+_SEED_OF_RUN = "PYTEST_SEED_OF_RUN"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first; those that break the shared fleet last."""
+    """Fast tests first; those that break the shared fleet last.
+
+    Tests with servers go, with `-n`, to one process, in this order: they share a fleet, and some count what is
+    running on the machine. Unit tests of one file stay together, for their fixtures' sake.
+    """
     order = ["unit", "integration", "e2e", "chaos"]
 
     def rank(item: pytest.Item) -> int:
@@ -53,3 +59,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((place for place, name in enumerate(order) if name in parts), 0)
 
     items.sort(key=rank)
+    for item in items:
+        group = "servers" if rank(item) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
