@@ -25,6 +25,7 @@ HEADERS = [
     "ring.h",
     "loop.h",
     "cachemap.h",
+    "loadtable.h",
 ]
 SOURCES = [
     "blake3.c",
@@ -58,6 +59,7 @@ SOURCES = [
     "cachemap_pages.c",
     "cachemap_decode.c",
     "cachemap_kvd.c",
+    "loadtable.c",
 ]
 COMPILE_ARGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror=implicit-function-declaration"]
 

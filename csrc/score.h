@@ -20,9 +20,9 @@ typedef struct {
     double disk_tokens;
     double peer_tokens;
     double queued_prefill_tokens; /* this router's own, sent and not yet computed */
-    double other_prefill_tokens;  /* of everybody else, as far as the engine reports them */
+    double other_prefill_tokens;  /* of everybody else, as far as they or the engine tell */
     double active_requests;       /* decoding, or about to */
-    double context_tokens;        /* of this router's requests under way */
+    double context_tokens;        /* of the requests under way that routers tell of */
     double busy_share;            /* of time, lately, spent on prompts; 0 to about 1 */
     double kv_used_tokens;
     double kv_capacity_tokens;  /* 0: unknown */

@@ -23,7 +23,7 @@ for kind in ${kinds[*]}; do
     # shellcheck disable=SC2206
     compile=(${CC:-gcc} -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-error=tsan $flags)
     core_objects "$build/core-$kind" "${compile[@]}"
-    for test in selftest selftest_map; do
+    for test in selftest selftest_map selftest_load; do
         "${compile[@]}" -o "$build/$test-$kind" "csrc/tests/$test.c" "$build/core-$kind"/*.o -lpthread -lrt
         echo "sanitize: $kind $test"
         ASAN_OPTIONS=detect_leaks=1 "$build/$test-$kind" "$seconds" "$seed"

@@ -10,6 +10,7 @@ from infera_core.keys import GRAIN_TOKENS, KEY_BYTES
 
 from infera.cachemap.follower import Follower, now_ms
 from infera.cachemap.interface import Match, Target, Tier, WorkerHolders
+from infera.cachemap.load_table import LoadLane
 from infera.cachemap.native_map import MapReader
 from infera.discovery.record import WorkerRecord
 
@@ -24,6 +25,10 @@ class Ingest(Protocol):
     @property
     def directory(self) -> Mapping[str, WorkerHolders]:
         """Incarnation -> where its blocks are entered, for the workers that are followed."""
+
+    @property
+    def load_lane(self) -> LoadLane | None:
+        """This process's lane of the host's load table; None while there is none."""
 
     def add_worker(self, record: WorkerRecord) -> None:
         """Follow a worker's events, and its kvd's."""
@@ -54,6 +59,7 @@ class LocalIngest:
         self.directory: dict[str, WorkerHolders] = {}
         self._follower = Follower(on_change=self._changed)
         self.reader = self._follower.map
+        self.load_lane: LoadLane | None = None
 
     def add_worker(self, record: WorkerRecord) -> None:
         """Follow a worker's events, and its kvd's."""

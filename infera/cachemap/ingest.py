@@ -1,4 +1,5 @@
-"""The ingest process: follows all events of a fleet and writes the cache map, which servers read.
+"""The ingest process: follows all events of a fleet and writes the cache map, which servers read. It also makes the
+load table, in which each server has a lane (see ``load_table``).
 
     python -m infera.cachemap.ingest --name NAME [--entries N]
 
@@ -23,6 +24,7 @@ from infera.cachemap.ingest_wire import (
     HELLO,
     Add,
     Holders,
+    Lane,
     Predict,
     Problems,
     Remove,
@@ -34,6 +36,7 @@ from infera.cachemap.ingest_wire import (
     receive,
     send,
 )
+from infera.cachemap.load_table import LoadTable
 from infera.cachemap.native_map import ENTRY_LIMIT_DEFAULT
 from infera.discovery.record import RecordError, WorkerRecord, decode_record
 
@@ -71,6 +74,7 @@ class Ingest:
         self._servers: set[_Server] = set()
         self._records: dict[str, WorkerRecord] = {}
         self._follower = Follower(entry_limit, self._changed)
+        self._loads = LoadTable()
         self._ends_ms = now_ms() + FIRST_S_MAX * 1000
 
     async def run(self, name: str) -> None:
@@ -89,6 +93,7 @@ class Ingest:
             await asyncio.gather(accepting, return_exceptions=True)
             listening.close()
             await self._follower.close()
+            self._loads.close()
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -98,7 +103,7 @@ class Ingest:
             if peer_user(connection) != os.getuid() or len(self._servers) >= SERVERS_MAX:
                 connection.close()
                 continue
-            socket.send_fds(connection, [HELLO], [self._follower.map.descriptor])
+            socket.send_fds(connection, [HELLO], [self._follower.map.descriptor, self._loads.descriptor])
             task = asyncio.create_task(self._serve(connection))
             serving.add(task)
             task.add_done_callback(serving.discard)
@@ -107,6 +112,8 @@ class Ingest:
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         server = _Server(writer)
         self._servers.add(server)
+        lane = self._loads.claim()
+        server.tell(Lane(lane))
         try:
             while True:
                 self._take(server, _DECODER.decode(await receive(reader)))
@@ -116,6 +123,8 @@ class Ingest:
             _log.warning("cachemap: a server is cut off: %s", error)
         finally:
             self._servers.discard(server)
+            if lane is not None:
+                self._loads.release(lane)
             for incarnation in tuple(server.follows):
                 self._remove(server, incarnation)
             self._ends_ms = now_ms() + ALONE_S_MAX * 1000

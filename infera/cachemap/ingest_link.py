@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import os
 import secrets
 import socket
@@ -22,6 +23,7 @@ from infera.cachemap.ingest_wire import (
     HELLO,
     Add,
     Holders,
+    Lane,
     Predict,
     Remove,
     ToIngest,
@@ -32,6 +34,7 @@ from infera.cachemap.ingest_wire import (
     send,
 )
 from infera.cachemap.interface import WorkerHolders
+from infera.cachemap.load_table import LoadLane, map_whole
 from infera.cachemap.native_map import ENTRY_LIMIT_DEFAULT, MapReader, MapUnusableError
 from infera.discovery.record import WorkerRecord, encode_record
 
@@ -54,9 +57,11 @@ class IngestLink:
     def __init__(self, entry_limit: int = ENTRY_LIMIT_DEFAULT, name: str | None = None) -> None:
         self.reader: MapReader | None = None
         self.directory: dict[str, WorkerHolders] = {}
+        self.load_lane: LoadLane | None = None
         self.restarts = 0
         self._entry_limit = entry_limit
         self._joined_name = name
+        self._load_memory: mmap.mmap | None = None
         self._records: dict[str, WorkerRecord] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -161,8 +166,19 @@ class IngestLink:
         if isinstance(message, Holders):
             if message.incarnation in self._records:
                 self.directory[message.incarnation] = WorkerHolders(message.ranks, message.shared)
+        elif isinstance(message, Lane):
+            self._take_lane(message.number)
         else:
             self._problems = message.lines
+
+    def _take_lane(self, number: int | None) -> None:
+        memory, self._load_memory = self._load_memory, None
+        if number is None:
+            _log.warning(
+                "cachemap: all lanes of the load table are taken: other servers of this host do not see our load"
+            )
+        elif memory is not None:
+            self.load_lane = LoadLane(memory, number)
 
     async def _start_process(self, name: str) -> None:
         # A session of its own: Ctrl-C is for the server, which stops it in order.
@@ -186,7 +202,7 @@ class IngestLink:
                     connection.close()
                     await asyncio.sleep(CONNECT_PAUSE_S)
         try:
-            self.reader = await asyncio.to_thread(_read_hello, connection)
+            self.reader, self._load_memory = await asyncio.to_thread(_read_hello, connection)
         except BaseException:
             connection.close()
             raise
@@ -196,6 +212,7 @@ class IngestLink:
     def _forget(self) -> None:
         self._writer = None
         self.reader = None
+        self.load_lane = self._load_memory = None
         self.directory.clear()
         self._problems = ()
         self._down_since_s = time.monotonic()
@@ -212,13 +229,16 @@ class IngestLink:
             await process.wait()
 
 
-def _read_hello(connection: socket.socket) -> MapReader:
+def _read_hello(connection: socket.socket) -> tuple[MapReader, mmap.mmap]:
+    """The map, and the memory of the load table."""
     connection.settimeout(START_S_MAX)
-    hello, descriptors, _, _ = socket.recv_fds(connection, len(HELLO), 1)
+    hello, descriptors, _, _ = socket.recv_fds(connection, len(HELLO), 2)
     try:
-        if hello != HELLO or not descriptors:
+        if hello != HELLO or len(descriptors) != 2:
             raise WireError("the process at the socket is not this version's ingest process")
-        return MapReader.of_descriptor(descriptors[0])
+        return MapReader.of_descriptor(descriptors[0]), map_whole(descriptors[1])
+    except ValueError as error:
+        raise WireError(str(error)) from error
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

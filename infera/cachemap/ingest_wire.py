@@ -1,8 +1,8 @@
 """What a server and the ingest process say to each other over a Unix socket.
 
 The socket is an abstract one: nothing is left in a file system when a process is killed. The first thing the
-ingest process sends is ``HELLO`` with the descriptor of the map's memory beside it; then both sides send
-messages, each a length of four bytes (little-endian) and MessagePack.
+ingest process sends is ``HELLO`` with the descriptors of the map's memory and of the load table's beside it; then both
+sides send messages, each a length of four bytes (little-endian) and MessagePack.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-HELLO: Final = b"infera cachemap 1"
+HELLO: Final = b"infera cachemap 2"
 MESSAGE_BYTES_MAX: Final = 4 * 1024 * 1024
 UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
 """A side that lets this much pile up is not reading any more."""
@@ -56,8 +56,14 @@ class Problems(msgspec.Struct, frozen=True, tag="problems"):
     lines: tuple[str, ...]
 
 
+class Lane(msgspec.Struct, frozen=True, tag="lane"):
+    """The server's own lane of the load table; the first message it gets. None: all are taken."""
+
+    number: int | None
+
+
 ToIngest = Add | Remove | Predict
-ToServer = Holders | Problems
+ToServer = Holders | Problems | Lane
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 

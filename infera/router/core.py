@@ -1,7 +1,7 @@
 """The router's core: no sockets, no clock, no randomness of its own. Time comes in with every call.
 
-A pick looks at what each place holds (given by the caller), at the load this router put on it, at the load its
-engine reports, and at how fast it was seen to be. Belongs to one thread.
+A pick looks at what each place holds (given by the caller), at the load this router and others it knows of put on
+it, at the load its engine reports, and at how fast it was seen to be. Belongs to one thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from infera.cachemap.load_table import PlaceSum
 from infera.discovery.record import RankLoad
 from infera.router.affinity import Lease, SessionTable, scope_of
 from infera.router.busy import BusyShares
@@ -21,6 +22,7 @@ from infera.router.demand import Demand
 from infera.router.field import Field
 from infera.router.load import LoadTable, Ticket
 from infera.router.measure import SpeedMeter
+from infera.router.peers import Peers
 from infera.router.place import Option, Place, usable_tokens
 from infera.router.policy import Policy
 from infera.router.reports import EngineReports, merged
@@ -68,6 +70,7 @@ class RouterCore:
         self.loads = LoadTable()
         self.speeds = SpeedBook(prior)
         self.reports = EngineReports()
+        self.peers = Peers()
         self.sessions = sessions if sessions is not None else SessionTable()
         self.saturation_s = saturation_s
         self._meter = SpeedMeter()
@@ -113,20 +116,20 @@ class RouterCore:
         load.drain(now, self.speeds.s_per_token(place, now))
         if not self.loads.first_token(ticket):
             return
+        self.peers.tell(ticket.key, load, now)
         sample = self._meter.first_token(ticket, load, now)
         if sample is not None:
             self.speeds.learn(place, sample, now)
 
     def done(self, ticket: Ticket, *, now: float) -> None:
         """The request ended well, or by the client's wish. Does nothing when it already ended."""
-        lease = self._finish(ticket)
+        lease = self._finish(ticket, now)
         if lease is not None:
             self.sessions.release(lease, now)
 
     def failed(self, ticket: Ticket, *, now: float) -> None:
         """The worker did not serve the request, or not to its end. Does nothing when it already ended."""
-        del now
-        lease = self._finish(ticket)
+        lease = self._finish(ticket, now)
         if lease is not None:
             self.sessions.invalidate(lease)
 
@@ -136,7 +139,9 @@ class RouterCore:
         for place in places:
             load = told.get(place.dp_rank) if len(places) > 1 else merged(loads)
             if load is not None:
-                sample = self.reports.put(place.key, load, self.loads.of(place.key).active_requests, now)
+                (peers,) = self.peers.at([place.key], [0.0], now)
+                known = self.loads.of(place.key).active_requests + round(peers.requests)
+                sample = self.reports.put(place.key, load, known, now)
                 if sample is not None:
                     self.speeds.learn(place, sample, now)
 
@@ -147,32 +152,37 @@ class RouterCore:
             self.reports.forget(place.key)
             self._meter.forget(place.key)
             self._busy.forget(place.key)
+            self.peers.forget(place.key)
             self.policy.forget(place.key)
 
     def _field(self, options: Sequence[Option], demand: Demand, now: float) -> Field:
+        priors_s = [self.speeds.prior_s_per_token(option.place.kind) for option in options]
+        factors = [self.speeds.factor(option.place.key, now) for option in options]
+        speeds_s = [prior_s * factor for prior_s, factor in zip(priors_s, factors, strict=True)]
+        peers = self.peers.at([option.place.key for option in options], speeds_s, now)
         numbers: list[float] = []
-        for option in options:
-            row = self._row(option, now)
+        for option, prior_s, factor, peer in zip(options, priors_s, factors, peers, strict=True):
+            row = self._row(option, prior_s, factor, peer, now)
             numbers.extend(_decode_row(Row(*row)) if demand.role == "decode" else row)
         return Field(options, array("d", numbers))
 
-    def _row(self, option: Option, now: float) -> tuple[float, ...]:
+    def _row(self, option: Option, prior_s: float, factor: float, peer: PlaceSum, now: float) -> tuple[float, ...]:
         """The columns of `Row`, in its order."""
         place, prior = option.place, self._prior
         key = place.key
-        prior_s, factor = self.speeds.prior_s_per_token(place.kind), self.speeds.factor(key, now)
         load, others = self.loads.of(key), self.reports.others(key, now, prior_s * factor)
         load.drain(now, prior_s * factor)
         capacity = place.record.kv_capacity_tokens or 0
+        context_tokens = load.context_tokens + peer.context_tokens
         return (
             sum(option.prompt_lengths),
             *usable_tokens(option),
             load.queued_prefill_tokens,
-            others.prefill_tokens,
-            load.active_requests + others.waiting_requests + others.running_requests,
-            load.context_tokens,
+            others.prefill_tokens + peer.queued_tokens,
+            load.active_requests + others.waiting_requests + others.running_requests + peer.requests,
+            context_tokens,
             max(self._busy.share(key, now), others.busy_share),
-            load.context_tokens if others.kv_usage is None else others.kv_usage * capacity,
+            context_tokens if others.kv_usage is None else others.kv_usage * capacity,
             capacity,
             prior_s,
             factor,
@@ -216,17 +226,23 @@ class RouterCore:
         option = decision.field.options[decision.chosen_index]
         is_known = not option.is_guess and row.cached_tokens == row.hbm_tokens
         is_known = is_known and not self.reports.has_others_waiting(decision.place.key, now)
+        is_measurable = demand.is_streaming and not demand.is_retry and is_known
+        has_others_ahead = row.other_prefill_tokens > 0
         ticket = self.loads.start(
             decision.place.key,
             prompt_tokens=round(row.prompt_tokens),
             uncached_tokens=uncached,
             now_s=now,
             is_streaming=demand.is_streaming,
-            is_clean=demand.is_streaming and not demand.is_retry and is_known,
+            is_clean=is_measurable and not has_others_ahead,
+            tokens_ahead=row.queued_prefill_tokens + row.other_prefill_tokens
+            if is_measurable and has_others_ahead
+            else 0.0,
         )
         self._meter.sent(ticket, self.loads.of(ticket.key), now)
         self._busy.add(ticket.key, decision.costs[decision.chosen_index].prefill_s, now)
         self.reports.note_request(uncached)
+        self.peers.tell(ticket.key, self.loads.of(ticket.key), now)
         return ticket
 
     def _lease(self, scope: bytes | None, demand: Demand, decision: Decision, *, is_hit: bool) -> Lease | None:
@@ -236,10 +252,11 @@ class RouterCore:
             return self.sessions.hit(scope, demand.role)
         return self.sessions.select(scope, demand.role, decision.place.key)
 
-    def _finish(self, ticket: Ticket) -> Lease | None:
+    def _finish(self, ticket: Ticket, now: float) -> Lease | None:
         load = self.loads.of(ticket.key)
         if not self.loads.finish(ticket):
             return None
+        self.peers.tell(ticket.key, load, now)
         self._meter.over(ticket, load)
         return self._sent.pop(ticket.ticket_id).lease
 

@@ -11,6 +11,7 @@ Guarantee: every count is the sum over the tickets that are under way, never neg
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,9 +33,17 @@ class Ticket:
     is_streaming: bool
     is_clean: bool = True
     """Whether its time to the first token says something about the worker's speed."""
+    tokens_ahead: float = 0.0
+    """What is computed there before it, where other routers sent some of that: then its wait is a sample. Else 0."""
     remaining_tokens: float = 0.0
     is_decoding: bool = False
     is_over: bool = False
+
+    @property
+    def drainable_tokens(self) -> float:
+        """What of the prompt may be taken for computed although no first token came."""
+        floor = UNDRAINED_SHARE * self.uncached_tokens if self.is_streaming else 0.0
+        return max(0.0, self.remaining_tokens - floor)
 
 
 @dataclass(slots=True)
@@ -57,6 +66,16 @@ class PlaceLoad:
     def queued_prefill_tokens(self) -> float:
         """Prompt tokens that are still to be computed."""
         return self._queued_tokens
+
+    @property
+    def drainable_tokens(self) -> float:
+        """How many of the queued tokens `drain` can take off before a first token has to come."""
+        tokens = 0.0
+        for ticket in self.prefilling.values():
+            tokens += ticket.drainable_tokens
+            if ticket.is_streaming:
+                break
+        return tokens
 
     def add(self, ticket: Ticket, now_s: float) -> None:
         """A request was sent here."""
@@ -89,8 +108,7 @@ class PlaceLoad:
         self.drained_s = max(self.drained_s, now_s)
         while budget > 0 and self.prefilling:
             ticket = next(iter(self.prefilling.values()))
-            floor = UNDRAINED_SHARE * ticket.uncached_tokens if ticket.is_streaming else 0.0
-            done = min(budget, max(0.0, ticket.remaining_tokens - floor))
+            done = min(budget, ticket.drainable_tokens)
             ticket.remaining_tokens -= done
             self._queued_tokens -= done
             budget -= done
@@ -124,6 +142,10 @@ class LoadTable:
         """The load of a place, to read."""
         return self._loads.get(key) or PlaceLoad()
 
+    def all(self) -> Mapping[Key, PlaceLoad]:
+        """The places with requests under way."""
+        return self._loads
+
     def start(
         self,
         key: Key,
@@ -133,12 +155,13 @@ class LoadTable:
         now_s: float,
         is_streaming: bool,
         is_clean: bool = True,
+        tokens_ahead: float = 0.0,
     ) -> Ticket:
         """A request was sent. Raises TooManyRequestsError past the limit; the server's own lies far below."""
         if self.ticket_count >= self._tickets_max:
             raise TooManyRequestsError(f"{self._tickets_max} requests are under way")
         self._made += 1
-        ticket = Ticket(self._made, key, prompt_tokens, uncached_tokens, now_s, is_streaming, is_clean)
+        ticket = Ticket(self._made, key, prompt_tokens, uncached_tokens, now_s, is_streaming, is_clean, tokens_ahead)
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = PlaceLoad()

@@ -4,6 +4,9 @@ While a place has prompts to compute it is busy, and what it computed over the t
 the engine batches. A stretch counts only when all of it is known: every request streamed (else the end of its
 prefill is not seen), none was tried elsewhere before, nothing was loaded from a lower tier, nobody else's requests
 were waiting there, and none ended without a first token. Short stretches measure the network, so they are left out.
+
+Where other routers of this host had sent prompts before it, a request's own wait is the sample: it went by while those
+and its own prompt were computed.
 """
 
 from __future__ import annotations
@@ -41,6 +44,10 @@ class SpeedMeter:
 
     def first_token(self, ticket: Ticket, load: PlaceLoad, now_s: float) -> float | None:
         """A prefill ended (``load`` without it); seconds per token when that completes a sample."""
+        if ticket.tokens_ahead:
+            tokens = ticket.tokens_ahead + ticket.uncached_tokens
+            self._end_when_idle(ticket.key, load)
+            return (now_s - ticket.started_s) / tokens if tokens >= SAMPLE_TOKENS_MIN else None
         stretch = self._stretches.get(ticket.key)
         if stretch is None:
             return None

@@ -8,12 +8,14 @@ import logging
 import random
 import time
 from collections import OrderedDict
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from infera.cachemap.fleet_cache import FleetCache
 from infera.cachemap.ingest_link import IngestLink
+from infera.cachemap.load_table import BEAT_INTERVAL_S
 from infera.discovery.embedded import EmbeddedRegistry
 from infera.discovery.record import WorkerRecord
 from infera.prompt.renderer import PromptRenderer
@@ -56,6 +58,7 @@ class ServerState:
         """Begin to follow the fleet."""
         await self.cache.start()
         await self.registry.start(FleetWatcher(self))
+        self.run_in_background(self._share_loads())
 
     async def stop(self) -> None:
         """Release everything."""
@@ -65,6 +68,18 @@ class ServerState:
         await self.cache.close()
         self.client.close()
         self.renderer.close()
+
+    async def _share_loads(self) -> None:
+        """See what other servers of this host have under way, and let them see ours."""
+        while True:
+            self.core.peers.tend(self.cache.ingest.load_lane, self.core.loads.all(), time.monotonic())
+            await asyncio.sleep(BEAT_INTERVAL_S)
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something until it ends or the server stops."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
 
     def is_authorised(self, authorization: str | None) -> bool:
         """Whether a client's Authorization header holds one of the API keys, if there are any."""
@@ -193,9 +208,7 @@ class FleetWatcher:
             state.models_seen.popitem(last=False)
         if state.core.policy.reads_prefixes:
             work = state.renderer.prepare(record.model, record.model_path, record.tokenizer_digest, record.render)
-            task = asyncio.get_running_loop().create_task(work)
-            state.background.add(task)
-            task.add_done_callback(state.background.discard)
+            state.run_in_background(work)
 
 
 def origin_of(record: WorkerRecord) -> tuple[str, str]:

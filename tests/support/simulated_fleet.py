@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from infera.cachemap.interface import Match, Tier
+from infera.cachemap.load_table import BEAT_INTERVAL_S, LoadTable
 from infera.discovery.record import RankLoad, WorkerRecord
 from infera.router.affinity import SessionTable
 from infera.router.core import RouterCore
@@ -115,9 +116,10 @@ class SimulatedFleet:
         cache_blocks: int = 1_000_000,
         decode_drag: float = DECODE_DRAG,
         role: str = "mixed",
+        shares_load: bool = False,
         **fields: object,
     ) -> None:
-        """``speeds``: prompt tokens per second of each engine."""
+        """``speeds``: prompt tokens per second of each engine. With ``shares_load`` the routers are of one host."""
         self.now = 0.0
         self.random = random.Random(seed)
         self.routers = [make_router(seed + number, policy) for number in range(routers)]
@@ -131,6 +133,13 @@ class SimulatedFleet:
         self._seen: set[int] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
+        self.load_table = LoadTable() if shares_load else None
+        if self.load_table is not None:
+            for router in self.routers:
+                lane = self.load_table.claim()
+                assert lane is not None
+                router.peers.tend(self.load_table.lane(lane), {}, 0.0)
+            self.at(0.0, self._tell_alive)
         for number in range(len(self.engines)):
             self.at(HEARTBEAT_S * number / len(self.engines), lambda number=number: self._beat(number))  # type: ignore[misc]
 
@@ -230,6 +239,12 @@ class SimulatedFleet:
 
         if stored or removed:
             self.at(self.now + EVENT_DELAY_S, tell)
+
+    def _tell_alive(self) -> None:
+        for router in self.routers:
+            assert router.peers.lane is not None
+            router.peers.lane.beat(self.now)
+        self.at(self.now + BEAT_INTERVAL_S, self._tell_alive)
 
     def _beat(self, number: int) -> None:
         engine = self.engines[number]

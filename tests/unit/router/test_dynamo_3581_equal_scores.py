@@ -18,7 +18,7 @@ def test_of_equal_costs_the_one_that_computes_less_is_taken() -> None:
 def test_chats_stay_where_they_began_while_there_is_room() -> None:
     """Twelve rounds each on a fleet that is hardly loaded: both workers hold the system prompt, one the chat."""
     fleet = SimulatedFleet([20_000.0] * 4, seed=3_581, routers=2)
-    chats = agents(fleet, sessions=24)
+    chats = agents(fleet, 20, sessions=24)
     fleet.run(400)
     flips = [sum(one.worker != other.worker for one, other in pairwise(chat)) for chat in chats]
     # A move pays now and then, when somebody else's prompt is being computed there; flipping is something else.
