@@ -56,6 +56,7 @@ SOURCES = [
     "cachemap_match.c",
     "cachemap_audit.c",
     "cachemap_engine.c",
+    "cachemap_extras.c",
     "cachemap_pages.c",
     "cachemap_decode.c",
     "cachemap_kvd.c",

@@ -8,7 +8,7 @@
 
 /* cffi: begin */
 enum {
-    CACHEMAP_LAYOUT_VERSION = 1,
+    CACHEMAP_LAYOUT_VERSION = 2,
     CACHEMAP_HOLDERS_MAX = 4095,
     CACHEMAP_SHARED_MAX = 4, /* other holders one target can load from */
     CACHEMAP_TARGETS_MAX = 4096,
@@ -55,8 +55,10 @@ enum cachemap_counter {
     CACHEMAP_REMOVED_UNKNOWN,
     CACHEMAP_CLEARED, /* events */
     CACHEMAP_UNKNOWN_PARENT,
+    CACHEMAP_UNKNOWN_PLACE, /* of a sparse event: no group says which block of the prompt it is */
     CACHEMAP_LORA,
     CACHEMAP_EXTRA_KEYS,
+    CACHEMAP_IMAGES_OVER_LIMIT, /* of events in which more images begin than are read of one */
     CACHEMAP_OTHER_MEDIUM,
     CACHEMAP_OTHER_GROUP,
     CACHEMAP_OTHER_NAMESPACE,
@@ -138,9 +140,11 @@ enum cachemap_dialect { CACHEMAP_VLLM = 0, CACHEMAP_SGLANG = 1 };
 cachemap_engine *cachemap_engine_open(cachemap *map, uint64_t holder, uint32_t dialect);
 /* Frees it and drops the holders of further groups; `holder` itself stays. */
 void cachemap_engine_close(cachemap_engine *engine);
-/* Says what a LoRA name in events stands for: the digest of its weights. */
+/* Says what a LoRA name in events stands for from now on: the digest of its weights. */
 int cachemap_engine_adapter(cachemap_engine *engine, const uint8_t *name, uint32_t name_bytes,
                             const uint8_t *digest, uint32_t digest_bytes);
+/* Forgets what LoRA names stand for, and nothing else. */
+void cachemap_engine_forget_adapters(cachemap_engine *engine);
 /* Applies a frame's payload in order. After CACHEMAP_BAD_FRAME a part may have been applied. */
 int cachemap_engine_apply(cachemap_engine *engine, const uint8_t *payload, uint64_t bytes);
 /* Forgets everything: what this rank holds is no longer known. */

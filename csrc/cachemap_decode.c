@@ -7,6 +7,11 @@
  * that breaks its own format ends with CACHEMAP_BAD_FRAME, and the caller forgets what it knew of
  * the rank.
  *
+ * vLLM publishes a run of tokens of a sliding window or of states with fewer hashes than blocks:
+ * those it does not keep are left out, and nothing says which.  The group with every block names
+ * them by the same hashes, so such a sparse event waits until the stored blocks around it are
+ * known.
+ *
  * Under speculative decoding SGLang's tokens are overlapping pairs [a, b], [b, c]: the first of
  * each pair is the token.
  */
@@ -14,6 +19,8 @@
 #include <string.h>
 
 #include "cachemap_engine.h"
+
+#define DEFERRED_MAX 256
 
 enum field {
     FIELD_TYPE,
@@ -296,22 +303,51 @@ static int is_sound_stored(const engine_event *event) {
     uint64_t size = event->block_size_tokens;
     if (event->is_broken || !event->has_hashes || !event->has_tokens || !size || size > UINT32_MAX)
         return 0;
-    if (event->token_count % size || event->token_count / size != event->hash_count) return 0;
+    if (event->token_count % size || event->token_count / size < event->hash_count) return 0;
     return !event->extra.at || event->extra_count == event->hash_count;
 }
 
-static int apply_event(cachemap_engine *engine, msgpack *reader) {
-    engine_event event = {0};
+static int read_event(cachemap_engine *engine, msgpack *reader, engine_event *event) {
     uint32_t count;
     msgpack ahead = *reader;
-    int is_map = msgpack_map(&ahead, &count);
-    if (!(is_map ? read_map_event(engine, reader, &event)
-                 : read_array_event(engine, reader, &event)))
-        return 0;
+    *event = (engine_event){0};
+    if (msgpack_map(&ahead, &count)) return read_map_event(engine, reader, event);
+    return read_array_event(engine, reader, event);
+}
+
+/* Sparse events that wait for the others of their run of stored blocks. */
+typedef struct {
+    msgpack at[DEFERRED_MAX];
+    uint32_t count;
+} deferral;
+
+/* Applies what waits. The event that was read last is lost: the buffers are shared. */
+static void apply_deferred(cachemap_engine *engine, deferral *waiting) {
+    for (uint32_t i = 0; i < waiting->count; i++) {
+        engine_event event;
+        if (read_event(engine, &waiting->at[i], &event)) engine_stored(engine, &event);
+    }
+    waiting->count = 0;
+}
+
+static int apply_event(cachemap_engine *engine, msgpack *reader, deferral *waiting) {
+    engine_event event;
+    msgpack start = *reader;
+    if (!read_event(engine, reader, &event)) return 0;
+    int is_stored = event.kind == EVENT_STORED;
+    if (is_stored && !is_sound_stored(&event)) return 0;
+    int is_sparse = is_stored && engine_is_sparse(&event);
+    if (waiting->count && (!is_stored || (is_sparse && waiting->count == DEFERRED_MAX))) {
+        apply_deferred(engine, waiting);
+        *reader = start;
+        if (!read_event(engine, reader, &event)) return 0;
+    }
     switch (event.kind) {
     case EVENT_STORED:
-        if (!is_sound_stored(&event)) return 0;
-        engine_stored(engine, &event);
+        if (is_sparse)
+            waiting->at[waiting->count++] = start;
+        else
+            engine_stored(engine, &event);
         return 1;
     case EVENT_REMOVED:
         if (event.is_broken || !event.has_hashes) return 0;
@@ -345,7 +381,11 @@ int cachemap_engine_apply(cachemap_engine *engine, const uint8_t *payload, uint6
     engine_note(engine, CACHEMAP_FRAMES, 1);
     is_sound = msgpack_array(&reader, &parts) && parts >= 2 && read_time(&reader) &&
                msgpack_array(&reader, &events) && events <= CACHEMAP_EVENTS_MAX;
-    for (uint32_t i = 0; is_sound && i < events; i++) is_sound = apply_event(engine, &reader);
+    deferral waiting;
+    waiting.count = 0;
+    for (uint32_t i = 0; is_sound && i < events; i++)
+        is_sound = apply_event(engine, &reader, &waiting);
+    if (is_sound) apply_deferred(engine, &waiting);
     for (uint32_t i = 2; is_sound && i < parts; i++) is_sound = msgpack_skip(&reader);
     if (is_sound && reader.at == reader.end) return CACHEMAP_OK;
     engine_note(engine, CACHEMAP_BAD_FRAMES, 1);

@@ -5,9 +5,9 @@
  * and hash seeds do not matter.  A key carries the state of its chain, so the alias of the parent
  * is all that is needed to go on.
  *
- * What an event says ambiguously is counted and left out: a LoRA without a known digest, an extra
- * key that is neither the LoRA's name nor one salt on the very first block, a medium or place that
- * is not this host's.  One hash given to two prefixes keeps the later one.
+ * What an event says ambiguously is counted and left out: a LoRA without a known digest, extra keys
+ * that cannot be told apart (see cachemap_extras.c), a medium or place that is not this host's. One
+ * hash given to two prefixes keeps the later one.
  *
  * A hybrid model's groups each have a holder.  The first group that is heard of has the rank's own.
  */
@@ -47,6 +47,8 @@ void cachemap_engine_close(cachemap_engine *engine) {
         if (engine->groups[i].holder != engine->holder)
             cachemap_holder_drop(engine->map, engine->groups[i].holder);
     free(engine->adapters);
+    free(engine->images);
+    free(engine->extra);
     free(engine->pages);
     free(engine->hashes);
     free(engine->tokens);
@@ -65,35 +67,6 @@ void cachemap_engine_reset(cachemap_engine *engine) {
         cachemap_holder_clear(engine->map, engine->groups[i].holder);
     engine_pages_reset(engine);
     engine->aliases = 0;
-}
-
-int cachemap_engine_adapter(cachemap_engine *engine, const uint8_t *name, uint32_t name_bytes,
-                            const uint8_t *digest, uint32_t digest_bytes) {
-    if (!name_bytes || name_bytes > ADAPTER_NAME_MAX || !digest_bytes ||
-        digest_bytes > DIGEST_MAX || engine->adapter_count == CACHEMAP_ADAPTERS_MAX)
-        return CACHEMAP_FULL;
-    if (engine->adapter_count == engine->adapter_room) {
-        uint32_t room = engine->adapter_room ? 2 * engine->adapter_room : 4;
-        engine_adapter *grown = realloc(engine->adapters, room * sizeof *grown);
-        if (!grown) return CACHEMAP_NO_MEMORY;
-        engine->adapters = grown;
-        engine->adapter_room = room;
-    }
-    engine_adapter *made = &engine->adapters[engine->adapter_count++];
-    made->name_bytes = name_bytes;
-    made->digest_bytes = digest_bytes;
-    memcpy(made->name, name, name_bytes);
-    memcpy(made->digest, digest, digest_bytes);
-    return CACHEMAP_OK;
-}
-
-static const engine_adapter *find_adapter(const cachemap_engine *engine, const msgpack_text *name) {
-    for (uint32_t i = engine->adapter_count; i-- > 0;) { /* the latest meaning of a name */
-        const engine_adapter *known = &engine->adapters[i];
-        if (known->name_bytes == name->count && !memcmp(known->name, name->bytes, name->count))
-            return known;
-    }
-    return NULL;
 }
 
 /* Where an event's blocks lie; CACHEMAP_TIERS when that is no tier of this map. */
@@ -146,63 +119,6 @@ static cachemap_holder *need_group(cachemap_engine *engine, const engine_event *
     }
     engine->groups[engine->group_count++] = (engine_group){event->group, handle};
     return cachemap_holder_of(engine->map, handle);
-}
-
-/* ---- what the tokens stand on ---- */
-
-static int put_field(uint8_t *identity, uint32_t *used, char tag, const uint8_t *bytes,
-                     uint32_t count) {
-    if (!count) return 1;
-    if (count > IDENTITY_MAX) return 0;
-    identity[(*used)++] = (uint8_t)tag;
-    for (int shift = 0; shift < 32; shift += 8) identity[(*used)++] = (uint8_t)(count >> shift);
-    memcpy(identity + *used, bytes, count);
-    *used += count;
-    return 1;
-}
-
-/* Start of a chain under a salt and an adapter, encoded as infera_core.keys.root_key does. */
-static int make_root(cachemap_engine *engine, const msgpack_text *salt,
-                     const engine_adapter *adapter, uint8_t root[KEY_BYTES]) {
-    uint32_t used = 0;
-    if (!put_field(engine->identity, &used, 'S', salt->bytes, salt->count)) return 0;
-    if (adapter && !put_field(engine->identity, &used, 'L', adapter->digest, adapter->digest_bytes))
-        return 0;
-    infera_key_root(engine->identity, used, root);
-    return 1;
-}
-
-/* Reads one block's extra keys: what remains after the LoRA's name must be one string. Returns how
- * many strings remain (0 or 1), or -1 when it cannot be told what they are. */
-static int read_extra(msgpack *reader, const msgpack_text *lora_name, msgpack_text *left) {
-    uint32_t count;
-    int found = 0;
-    if (msgpack_is_nil(reader)) return reader->at++, 0;
-    if (!msgpack_array(reader, &count)) return -1;
-    for (uint32_t i = 0; i < count; i++) {
-        msgpack_text text;
-        if (!msgpack_string(reader, &text)) return -1;
-        int is_lora = i == 0 && lora_name->bytes && text.count == lora_name->count &&
-                      !memcmp(text.bytes, lora_name->bytes, text.count);
-        if (is_lora) continue;
-        if (found++) return -1;
-        *left = text;
-    }
-    return found;
-}
-
-/* Engines do not say what an extra key is. One string on the very first block is the salt; anything
- * else is not guessed. */
-static int read_salt(const engine_event *event, msgpack_text *salt) {
-    *salt = event->salt;
-    msgpack reader = event->extra;
-    for (uint64_t i = 0; i < event->extra_count; i++) {
-        msgpack_text text = {0};
-        int strings = read_extra(&reader, &event->lora_name, &text);
-        if (strings < 0 || (strings && (i || event->has_parent || salt->bytes))) return 0;
-        if (strings) *salt = text;
-    }
-    return 1;
 }
 
 /* ---- blocks ---- */
@@ -295,15 +211,15 @@ static const cachemap_alias *find_in(const cachemap_engine *engine, uint64_t han
     return cachemap_alias_find(engine->map, hash, PLACE(engine_slot(holder), tier));
 }
 
-/* Key of the block that an event's chain goes on from; 0 when it is not known. Any group and any
- * tier of the rank may know it: a window has long forgotten what its next block follows. */
-static int parent_key(const cachemap_engine *engine, uint32_t tier, const engine_event *event,
-                      uint8_t key[KEY_BYTES]) {
+/* Key of the block with a hash; 0 when it is not known. Any group and any tier of the rank may know
+ * it: a window has long forgotten what its next block follows. */
+static int known_key(const cachemap_engine *engine, uint32_t tier, uint64_t hash,
+                     uint8_t key[KEY_BYTES]) {
     const cachemap_alias *alias = NULL;
     for (uint32_t i = 0; !alias && i < engine->group_count; i++) {
-        alias = find_in(engine, engine->groups[i].holder, event->parent, tier);
+        alias = find_in(engine, engine->groups[i].holder, hash, tier);
         if (!alias && tier != CACHEMAP_HBM)
-            alias = find_in(engine, engine->groups[i].holder, event->parent, CACHEMAP_HBM);
+            alias = find_in(engine, engine->groups[i].holder, hash, CACHEMAP_HBM);
     }
     if (!alias) return 0;
     memcpy(key, engine->map->nodes[alias->node].key, KEY_BYTES);
@@ -324,28 +240,46 @@ static int need_keys(cachemap_engine *engine, uint64_t tokens) {
     return 1;
 }
 
-/* Why an event is not indexed; CACHEMAP_STORED when it is. */
+/* Why an event is not indexed; CACHEMAP_STORED when it is. Then `root` is the start of its chain,
+ * unless it is sparse. */
 static uint32_t why_not(cachemap_engine *engine, const engine_event *event, uint32_t tier,
-                        const engine_adapter **adapter, msgpack_text *salt) {
+                        uint8_t root[KEY_BYTES]) {
     if (tier == CACHEMAP_TIERS) return CACHEMAP_OTHER_MEDIUM;
-    *adapter = event->lora_name.bytes ? find_adapter(engine, &event->lora_name) : NULL;
-    if (!*adapter && (event->has_lora_id || event->lora_name.bytes)) return CACHEMAP_LORA;
+    const engine_adapter *adapter = engine_find_adapter(engine, &event->lora_name);
+    if (!adapter && (event->has_lora_id || event->lora_name.bytes)) return CACHEMAP_LORA;
     if (event->block_size_tokens % GRAIN_TOKENS && !is_page(event->block_size_tokens))
         return CACHEMAP_BLOCK_SIZE;
     if (event->has_bad_token) return CACHEMAP_BAD_TOKEN;
-    return read_salt(event, salt) ? CACHEMAP_STORED : CACHEMAP_EXTRA_KEYS;
+    /* Another group's names lead to its keys; which blocks the extra keys are of is not known. */
+    if (engine_is_sparse(event)) return CACHEMAP_STORED;
+    msgpack_text salt;
+    uint32_t reason = engine_read_extras(engine, event, &salt);
+    if (reason != CACHEMAP_STORED) return reason;
+    return engine_root(engine, &salt, adapter, root) ? CACHEMAP_STORED : CACHEMAP_EXTRA_KEYS;
+}
+
+/* Enters the blocks of a sparse event under the keys that other groups know them by. */
+static void enter_sparse(cachemap_engine *engine, cachemap_holder *holder, uint32_t tier,
+                         const engine_event *event) {
+    for (uint64_t i = 0; i < event->hash_count; i++) {
+        uint8_t bytes[KEY_BYTES];
+        uint64_t key[2];
+        if (!known_key(engine, tier, engine->hashes[i], bytes)) {
+            engine_note(engine, CACHEMAP_UNKNOWN_PLACE, 1);
+            continue;
+        }
+        cachemap_load_key(bytes, key);
+        uint64_t hash = cachemap_hash(engine->map->seed, key);
+        engine_note(engine, enter_block(engine, holder, tier, engine->hashes[i], key, hash), 1);
+    }
 }
 
 void engine_stored(cachemap_engine *engine, const engine_event *event) {
     uint32_t tier = tier_of(event);
-    const engine_adapter *adapter = NULL;
-    msgpack_text salt = {0};
     uint8_t parent[KEY_BYTES];
-    uint32_t reason = why_not(engine, event, tier, &adapter, &salt);
+    uint32_t reason = why_not(engine, event, tier, parent);
     cachemap_holder *holder = reason == CACHEMAP_STORED ? need_group(engine, event) : NULL;
     if (reason == CACHEMAP_STORED && !holder) reason = CACHEMAP_OTHER_GROUP;
-    if (reason == CACHEMAP_STORED && !make_root(engine, &salt, adapter, parent))
-        reason = CACHEMAP_EXTRA_KEYS;
     if (reason != CACHEMAP_STORED) {
         engine_note(engine, reason, event->hash_count);
         return;
@@ -355,19 +289,22 @@ void engine_stored(cachemap_engine *engine, const engine_event *event) {
         atomic_store_explicit(&holder->block_size_tokens,
                               is_small ? GRAIN_TOKENS : (uint32_t)event->block_size_tokens,
                               memory_order_relaxed);
+    if (engine_is_sparse(event)) {
+        enter_sparse(engine, holder, tier, event);
+        return;
+    }
     if (is_small) {
         engine_pages_stored(engine, holder, tier, event, parent);
         return;
     }
-    if (event->has_parent && !parent_key(engine, tier, event, parent)) {
+    if (event->has_parent && !known_key(engine, tier, event->parent, parent)) {
         engine_note(engine, CACHEMAP_UNKNOWN_PARENT, event->hash_count);
         return;
     }
-    if (!need_keys(engine, event->token_count)) {
+    if (!need_keys(engine, event->token_count) || !engine_chain(engine, parent, event)) {
         engine_note(engine, CACHEMAP_REFUSED_FULL, event->hash_count);
         return;
     }
-    infera_key_chain(parent, engine->tokens, event->token_count, engine->keys);
     enter_blocks(engine, holder, tier, event);
 }
 

@@ -11,6 +11,7 @@
 #define IDENTITY_MAX     65536 /* bytes of a salt or digest, as for every content key */
 #define ADAPTER_NAME_MAX 512
 #define DIGEST_MAX       128
+#define IMAGES_MAX       1024 /* that begin in the blocks of one event */
 
 /* A group of layers that this rank's events name. */
 typedef struct {
@@ -22,6 +23,12 @@ typedef struct {
     uint32_t name_bytes, digest_bytes;
     uint8_t name[ADAPTER_NAME_MAX], digest[DIGEST_MAX];
 } engine_adapter;
+
+/* An image of the event being read, where it begins. */
+typedef struct {
+    uint64_t token; /* its first, counted from the event's first */
+    msgpack_text identifier;
+} engine_image;
 
 /* A page below the grain; see cachemap_pages.c. */
 typedef struct {
@@ -49,7 +56,10 @@ struct cachemap_engine {
     uint64_t *hashes;
     uint32_t *tokens;
     uint8_t *keys;
-    uint64_t hashes_room, tokens_room, keys_room;
+    engine_image *images; /* IMAGES_MAX of them, in order; NULL before the first */
+    uint8_t *extra;       /* encoded images of one grain */
+    uint64_t hashes_room, tokens_room, keys_room, extra_room;
+    uint32_t image_count;
     uint8_t *identity;
 };
 
@@ -76,6 +86,19 @@ void engine_stored(cachemap_engine *engine, const engine_event *event);
 void engine_removed(cachemap_engine *engine, const engine_event *event);
 void engine_note(cachemap_engine *engine, uint32_t counter, uint64_t more);
 
+/* cachemap_extras.c */
+const engine_adapter *engine_find_adapter(const cachemap_engine *engine, const msgpack_text *name);
+/* Reads an event's salt and images. Returns the counter of why it cannot be indexed, or
+ * CACHEMAP_STORED. */
+uint32_t engine_read_extras(cachemap_engine *engine, const engine_event *event, msgpack_text *salt);
+/* Start of a chain under a salt and an adapter (or NULL), encoded as infera_core.keys.root_key
+ * does; 0 when the salt is too long for a key. */
+int engine_root(cachemap_engine *engine, const msgpack_text *salt, const engine_adapter *adapter,
+                uint8_t root[KEY_BYTES]);
+/* Computes the keys of the event's grains after `parent`; 0 when memory is short. */
+int engine_chain(cachemap_engine *engine, const uint8_t parent[KEY_BYTES],
+                 const engine_event *event);
+
 /* cachemap_pages.c: n pages of event->block_size_tokens tokens each */
 void engine_pages_stored(cachemap_engine *engine, cachemap_holder *holder, uint32_t tier,
                          const engine_event *event, const uint8_t *root);
@@ -83,6 +106,11 @@ void engine_pages_stored(cachemap_engine *engine, cachemap_holder *holder, uint3
 int engine_page_removed(cachemap_engine *engine, cachemap_holder *holder, uint32_t tier,
                         uint64_t hash);
 void engine_pages_reset(cachemap_engine *engine);
+
+/* Whether an event has tokens of more blocks than it names. */
+static inline int engine_is_sparse(const engine_event *event) {
+    return event->token_count / event->block_size_tokens > event->hash_count;
+}
 
 static inline uint32_t engine_slot(const cachemap_holder *holder) {
     return atomic_load_explicit(&holder->slot, memory_order_relaxed);

@@ -67,6 +67,35 @@ static void put_hashes(out *to, uint8_t first, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) put_byte(to, (uint8_t)((first + i) & 0x1F));
 }
 
+static void put_name(out *to, uint8_t adapter) {
+    static const char *names[] = {NULL, NULL, "a", "unknown"};
+    if (names[adapter])
+        put_text(to, names[adapter]);
+    else
+        put_byte(to, 0xC0);
+}
+
+/* Extra keys as vLLM writes them, for every block the same images: one that began before, one that
+ * begins in the block, sometimes where it cannot. */
+static void put_extras(out *to, const uint8_t *step, uint32_t count, uint32_t size) {
+    uint8_t kind = step[4] >> 4 & 3, adapter = step[4] >> 2 & 3;
+    int has_salt = kind == 1 && step[2] >= 128;
+    put_byte(to, 0xDC);
+    put_byte(to, 0);
+    put_byte(to, (uint8_t)count);
+    for (uint32_t i = 0; i < count; i++) {
+        int images = kind >= 2 ? kind - 1 : 0;
+        put_byte(to, (uint8_t)(0x90 | ((adapter >= 2) + images + (has_salt && !i))));
+        if (adapter >= 2) put_name(to, adapter);
+        for (int image = 0; image < images; image++) {
+            put_byte(to, 0x92);
+            put_text(to, step[0] & 8 ? "cat" : "dog");
+            put_byte(to, image || images == 1 ? (uint8_t)(step[1] % (size + 1)) : 0xFF);
+        }
+        if (has_salt && !i) put_text(to, "s");
+    }
+}
+
 /* One event from five bytes: what, name, parent, shape, detail. */
 static void put_event(out *to, const uint8_t *step) {
     static const uint8_t sizes[] = {1, 2, 4, 8, 16, 32, 24, 16};
@@ -80,7 +109,7 @@ static void put_event(out *to, const uint8_t *step) {
         put(to, "AllBlocksCleared", 16);
         return;
     }
-    put_byte(to, (uint8_t)(0x80 | (is_stored ? 8 : 4)));
+    put_byte(to, (uint8_t)(0x80 | (is_stored ? 10 : 4)));
     put_text(to, "type");
     put_text(to, is_stored ? "BlockStored" : "BlockRemoved");
     put_text(to, "block_hashes");
@@ -95,13 +124,17 @@ static void put_event(out *to, const uint8_t *step) {
     put_text(to, "block_size");
     put_byte(to, (uint8_t)size);
     put_text(to, "token_ids");
-    uint32_t tokens = size * count;
+    uint32_t tokens = size * (count + step[0] / 200); /* sometimes of more blocks than named */
     put_byte(to, 0xDC);
     put_byte(to, (uint8_t)(tokens >> 8));
     put_byte(to, (uint8_t)tokens);
     for (uint32_t i = 0; i < tokens; i++) put_byte(to, (uint8_t)((step[1] + i / size) & 3));
     put_text(to, "kv_cache_spec_kind");
     put_text(to, (step[4] >> 6) == 2 ? "mamba" : "full_attention");
+    put_text(to, "lora_name");
+    put_name(to, step[4] >> 2 & 3);
+    put_text(to, "extra_keys");
+    put_extras(to, step, count, size);
 }
 
 static size_t write_frame(const uint8_t *input, size_t size, uint8_t *frame) {
@@ -113,6 +146,15 @@ static size_t write_frame(const uint8_t *input, size_t size, uint8_t *frame) {
     put_byte(&to, (uint8_t)(0x90 | steps));
     for (size_t i = 0; i < steps; i++) put_event(&to, input + i * STEP_BYTES);
     return (size_t)(to.at - frame);
+}
+
+/* What names stand for changes while blocks are known. */
+static void change_adapters(void) {
+    static uint8_t digest;
+    digest++;
+    cachemap_engine_forget_adapters(engines[0]);
+    require(cachemap_engine_adapter(engines[0], (const uint8_t *)"a", 1, &digest, 1) ==
+            CACHEMAP_OK);
 }
 
 static void check_books(void) {
@@ -143,6 +185,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size) {
         if (status != CACHEMAP_OK) cachemap_engine_reset(engine);
     } else {
         size_t count = write_frame(input + 1, size - 1, frame);
+        if (input[0] & 8) change_adapters();
         require(cachemap_engine_apply(engine, frame, count) == CACHEMAP_OK);
     }
     check_books();

@@ -43,10 +43,10 @@ def root_key(*, salt: bytes = b"", lora: bytes = b"") -> bytes:
 
 
 def image_extra(image_digest: bytes, offset_tokens: int) -> bytes:
-    """Encode one image under a grain: its digest and where it starts, relative to the grain.
+    """Encode one image of a grain: its digest and where it starts, relative to the grain.
 
-    `offset_tokens` is the image's first token position minus the grain's; it is negative when the
-    image began in an earlier grain. Concatenate several in order of position.
+    `offset_tokens` is the image's first token position minus the grain's. An image enters a chain
+    once, at the grain that it begins in. Concatenate several in order of position.
 
     Raises:
         ValueError: when the digest is empty or longer than `IDENTITY_BYTES_MAX`.

@@ -73,6 +73,9 @@ class Follower:
         if (old.events, old.block_size_tokens) != (new.events, new.block_size_tokens):
             self._remove_ranks(old)
             self._add_ranks(new)
+        elif old.adapters != new.adapters:
+            for known in self._ranks.get(new.incarnation, {}).values():
+                known.decoder.set_adapters(_adapters(new))
         if old.kvd != new.kvd:
             if old.kvd is not None:
                 self._remove_reader(old.kvd, old.incarnation)
@@ -130,7 +133,7 @@ class Follower:
                 _log.warning("cachemap: %s; its blocks are not seen", error)
                 self.map.count("engine", "refused_full")
                 continue
-            decoder = EngineDecoder(self.map, holder, engine=record.engine)
+            decoder = EngineDecoder(self.map, holder, engine=record.engine, adapters=_adapters(record))
             feed = EngineFeed(self._zmq(), record.events.topic, rank, decoder, self.map)
             ranks[rank.dp_rank] = _Rank(holder, decoder, self._start(feed.run(), record.worker_id))
 
@@ -186,6 +189,11 @@ class Follower:
         while True:
             is_sweeping = self.map.tick(now_ms())
             await asyncio.sleep(SWEEP_PAUSE_S if is_sweeping else TICK_S)
+
+
+def _adapters(record: WorkerRecord) -> dict[str, bytes]:
+    """Digests of the adapters whose content is known; the others' blocks are counted and left out."""
+    return {name: bytes.fromhex(digest) for name, digest in record.adapters.items() if digest}
 
 
 def now_ms() -> int:

@@ -22,6 +22,9 @@ ENTRY_LIMIT_DEFAULT: Final = 4_000_000
 PREDICTION_LIFE_MS: Final = 10_000
 """All predictions live as long, because they end in the order they were made."""
 
+ADAPTER_NAME_BYTES_MAX: Final = 512
+ADAPTER_DIGEST_BYTES_MAX: Final = 128
+
 # In the order of enum cachemap_counter.
 COUNTER_NAMES: Final = (
     "stored",
@@ -29,8 +32,10 @@ COUNTER_NAMES: Final = (
     "removed_unknown",
     "cleared",
     "unknown_parent",
+    "unknown_place",
     "lora",
     "extra_keys",
+    "images_over_limit",
     "other_medium",
     "other_group",
     "other_namespace",
@@ -257,11 +262,33 @@ class EngineDecoder:
         self._map = cache_map
         self._holder = holder
         self._handle: Any = made
-        for name, digest in (adapters or {}).items():
-            encoded = name.encode()
-            if lib.cachemap_engine_adapter(made, encoded, len(encoded), digest, len(digest)) != lib.CACHEMAP_OK:
-                self.close()
-                raise ValueError(f"LoRA {name!r}: names and digests must not be empty or long, nor too many")
+        try:
+            self.set_adapters(adapters or {})
+        except ValueError:
+            self.close()
+            raise
+
+    def set_adapters(self, adapters: Mapping[str, bytes]) -> None:
+        """What LoRA names stand for from now on; what is entered stays. Names that are not here are not followed.
+
+        Raises:
+            ValueError: when a name or digest is empty or too long, or there are too many; nothing is changed then.
+        """
+        if self._handle == ffi.NULL:
+            return
+        entries = [(name.encode(), digest) for name, digest in adapters.items()]
+        if len(entries) > lib.CACHEMAP_ADAPTERS_MAX or not all(
+            0 < len(name) <= ADAPTER_NAME_BYTES_MAX and 0 < len(digest) <= ADAPTER_DIGEST_BYTES_MAX
+            for name, digest in entries
+        ):
+            raise ValueError(
+                f"LoRA adapters: {lib.CACHEMAP_ADAPTERS_MAX} at most, with names of 1 to {ADAPTER_NAME_BYTES_MAX} "
+                f"bytes and digests of 1 to {ADAPTER_DIGEST_BYTES_MAX}"
+            )
+        lib.cachemap_engine_forget_adapters(self._handle)
+        for name, digest in entries:
+            if lib.cachemap_engine_adapter(self._handle, name, len(name), digest, len(digest)) != lib.CACHEMAP_OK:
+                raise MemoryError("no memory for a worker's adapters")
 
     def close(self) -> None:
         """Free it; the rank's holder stays."""

@@ -18,6 +18,11 @@ SCHEMA_VERSION: Final = 1
 RECORD_BYTES_MAX: Final = 64 * 1024
 NAME_CHARACTERS_MAX: Final = 512
 ALIASES_MAX: Final = 64
+ADAPTERS_MAX: Final = 256
+ADAPTER_NAME_BYTES_MAX: Final = 512
+ADAPTER_NAMES_BYTES_MAX: Final = 16 * 1024
+"""Of all adapters' names together: a record is sent with every heartbeat."""
+ADAPTER_DIGEST_HEX_MAX: Final = 128
 DP_RANKS_MAX: Final = 1024
 BLOCK_SIZE_TOKENS_MAX: Final = 65_536
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -119,6 +124,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     Sizes are in tokens. ``worker_id`` names the place (it survives a restart), ``incarnation`` the life.
     ``tokenizer_digest`` is empty where the agent could not read the model folder. ``load`` is the engine's at the
     time of the heartbeat; two records that differ in it alone describe the same worker.
+    ``adapters`` are the LoRA adapters that can be asked for by name, each with the hex digest of its content, or ""
+    where that is not known.
     """
 
     incarnation: str
@@ -130,6 +137,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA_VERSION
     role: Role = "mixed"
     aliases: tuple[str, ...] = ()
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)
     model_path: str = ""
     tokenizer_digest: str = ""
     max_context_tokens: int | None = None
@@ -185,6 +193,7 @@ def check_record(record: WorkerRecord) -> None:
     if not _INCARNATION.fullmatch(record.incarnation):
         raise RecordError("incarnation must be 32 lower-case hex digits")
     _check_names(record)
+    _check_adapters(record.adapters)
     _check_url(record.url)
     _check_sizes(record)
     _check_sources(record)
@@ -224,6 +233,32 @@ def _check_names(record: WorkerRecord) -> None:
         raise RecordError(f"hardware must be {NAME_CHARACTERS_MAX} printable characters at most")
     if record.tokenizer_digest and not _HEX.fullmatch(record.tokenizer_digest):
         raise RecordError("tokenizer_digest must be hex or empty")
+
+
+def _check_adapters(adapters: dict[str, str]) -> None:
+    if len(adapters) > ADAPTERS_MAX:
+        raise RecordError(f"adapters: {ADAPTERS_MAX} at most, not {len(adapters)}")
+    if sum(map(adapter_name_bytes, adapters)) > ADAPTER_NAMES_BYTES_MAX:
+        raise RecordError(f"adapters: names of {ADAPTER_NAMES_BYTES_MAX} bytes in all at most")
+    for name, digest in adapters.items():
+        if not is_adapter_name(name):
+            raise RecordError(
+                f"adapters: names must be 1 to {ADAPTER_NAME_BYTES_MAX} printable bytes, not {name!r:.80}"
+            )
+        if digest and (len(digest) > ADAPTER_DIGEST_HEX_MAX or not _HEX.fullmatch(digest)):
+            raise RecordError(
+                f"adapters[{name!r:.80}] must be hex of at most {ADAPTER_DIGEST_HEX_MAX} digits, or empty"
+            )
+
+
+def adapter_name_bytes(name: str) -> int:
+    """Length of a LoRA adapter's name in UTF-8."""
+    return len(name.encode(errors="surrogatepass"))
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether a record can hold an adapter of this name."""
+    return 0 < adapter_name_bytes(name) <= ADAPTER_NAME_BYTES_MAX and name.isprintable()
 
 
 def _check_url(url: str) -> None:

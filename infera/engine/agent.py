@@ -28,6 +28,7 @@ from infera.discovery.record import (
     ids_digest,
     tokenizer_digest,
 )
+from infera.engine.adapter_watch import AdapterWatch
 from infera.engine.endpoint import EndpointError, EngineEndpoint, ServerEndpoint
 from infera.engine.hardware import hardware_name
 from infera.hooks.bootstrap import AGENT_FACTS
@@ -37,6 +38,8 @@ DEFAULT_LEASE_S = 6.0
 HEARTBEATS_PER_LEASE = 3
 REGISTER_RETRY_S = 1.0
 TIMER_SLACK_S = 0.1
+ADAPTERS_READ_S = 2.0
+"""For the adapters an engine starts with. Blocks stored before the fleet is told what they hold are not followed."""
 
 log = logging.getLogger("infera.agent")
 
@@ -80,6 +83,7 @@ class Agent:
         self.leases = [Lease(ServerEndpoint(url, facts.join_token)) for url in facts.servers]
         self._parent = os.pidfd_open(facts.launcher_pid)
         self._record: WorkerRecord | None = None
+        self._adapters = AdapterWatch()
         self._said_undescribed = ""
 
     def is_parent_gone(self, timeout_s: float) -> bool:
@@ -145,15 +149,24 @@ class Agent:
                 lease.next_heartbeat_s = 0.0
 
     def _current_record(self) -> WorkerRecord:
-        """The full record: what does not change is asked once, kvd's instance and the engine's load each time."""
+        """The full record: what does not change is asked once, adapters, kvd's instance and load each time."""
         if self._record is None:
             self._record = self._describe_engine()
-        kvd = self._describe_kvd()
-        return msgspec.structs.replace(self._record, kvd=kvd, load=self.engine.load())
+        self._record = msgspec.structs.replace(self._record, adapters=self._describe_adapters())
+        return msgspec.structs.replace(self._record, kvd=self._describe_kvd(), load=self.engine.load())
+
+    def _describe_adapters(self) -> dict[str, str]:
+        """LoRA adapters come and go while the engine runs. One that does not answer has those it had."""
+        try:
+            return self._adapters.digests(self.engine.adapters())
+        except EndpointError:
+            return self._record.adapters if self._record is not None else {}
 
     def _describe_engine(self) -> WorkerRecord:
         facts = self.facts
         described = self.engine.describe()
+        self._describe_adapters()
+        self._adapters.wait(ADAPTERS_READ_S)
         model_path = described.model_path if Path(described.model_path).is_dir() else ""
         return WorkerRecord(
             incarnation=facts.incarnation,

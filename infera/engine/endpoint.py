@@ -118,6 +118,18 @@ class EngineEndpoint:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise EndpointError(f"{self.url}/v1/models lists no model") from error
 
+    def adapters(self) -> dict[str, str]:
+        """LoRA adapters loaded at the moment: name to path, as the engine was given it.
+
+        Raises:
+            EndpointError: when /v1/models does not list models.
+        """
+        listed = get_json(self.url, "/v1/models")
+        try:
+            return {str(entry["id"]): str(entry.get("root") or "") for entry in listed["data"] if entry.get("parent")}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise EndpointError(f"{self.url}/v1/models lists no models") from error
+
     def _cache_geometry(self) -> tuple[int | None, int | None]:
         """Block size and number of blocks, from the labels of `vllm:cache_config_info`."""
         status, content = request(self.url, "GET", "/metrics")

@@ -24,14 +24,26 @@ class RenderedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """The LoRA adapter a request asks for by name: the model that it is laid over, and the digest of its content,
+    empty where no worker says what it holds."""
+
+    name: str
+    model: str
+    digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class RenderedRequest:
     """Every prompt of a request: one for a chat, one or more for completions.
 
     ``reads_cache`` is False where the engine computes every token anew, as it must to give the prompt's logprobs.
+    The keys are those of ``adapter`` (None: of the model itself), and none where its content is not known.
     """
 
     prompts: tuple[RenderedPrompt, ...]
     reads_cache: bool = True
+    adapter: Adapter | None = None
 
     @property
     def token_count(self) -> int:

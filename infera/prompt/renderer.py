@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from infera.discovery.record import RenderProfile, tokenizer_digest
-from infera.prompt.outcome import RenderOutcome, Unrenderable, UnrenderableError
+from infera.prompt.outcome import Adapter, RenderOutcome, Unrenderable, UnrenderableError
 from infera.prompt.probe import check_probes
 from infera.prompt.request import RequestKind, render_request
 from infera.prompt.tokenizer import ModelTokenizer
@@ -99,9 +99,15 @@ class PromptRenderer:
         return found | dict.fromkeys(self._loading, Unrenderable("loading", "the tokenizer is being loaded"))
 
     async def render(
-        self, model: str, kind: RequestKind, body: Mapping[str, Any], *, context_tokens_max: int | None
+        self,
+        model: str,
+        kind: RequestKind,
+        body: Mapping[str, Any],
+        *,
+        context_tokens_max: int | None,
+        adapter: Adapter | None = None,
     ) -> RenderOutcome:
-        """Tokens and keys of a request, or why they are not known.
+        """Tokens and keys of a request, or why they are not known. With ``adapter`` the keys are the adapter's.
 
         Raises ContextLengthError when the prompt is longer than ``context_tokens_max``.
         """
@@ -112,7 +118,7 @@ class PromptRenderer:
             await asyncio.wait({self._loading[model]}, timeout=self._timeout_s)
         _, found = self._loaded.get(model, ("", Unrenderable("no_tokenizer", "the tokenizer is not loaded")))
         lane.waiting += 1
-        future = lane.pool.submit(render_request, found, kind, body, context_tokens_max)
+        future = lane.pool.submit(render_request, found, kind, body, context_tokens_max, adapter)
         loop = asyncio.get_running_loop()
         # The count goes down when the thread is done, not when we stop waiting for it.
         future.add_done_callback(lambda _: _tell(loop, lane.one_done))

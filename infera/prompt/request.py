@@ -12,6 +12,7 @@ from infera.prompt.anthropic import chat_body_of
 from infera.prompt.chat import ChatPrompt, chat_prompt, chat_text, effort_of_disabled_thinking
 from infera.prompt.completions import completion_prompts
 from infera.prompt.outcome import (
+    Adapter,
     ContextLengthError,
     RenderedPrompt,
     RenderedRequest,
@@ -28,14 +29,18 @@ COMPLETION_OUTPUT_TOKENS_DEFAULT = 16
 
 
 def render_request(
-    found: ModelTokenizer | Unrenderable, kind: RequestKind, body: Mapping[str, Any], context_tokens_max: int | None
+    found: ModelTokenizer | Unrenderable,
+    kind: RequestKind,
+    body: Mapping[str, Any],
+    context_tokens_max: int | None,
+    adapter: Adapter | None = None,
 ) -> RenderOutcome:
-    """Tokens and keys, or why they are not known.
+    """Tokens and keys, or why they are not known. ``adapter`` is the LoRA adapter that the request asks for.
 
     Raises ContextLengthError when the prompt is longer than ``context_tokens_max``.
     """
     try:
-        root = root_key(salt=_salt(body))
+        root = root_key(salt=_salt(body), lora=adapter.digest if adapter is not None else b"")
         prompts = _token_prompts(found, kind, body, context_tokens_max)
     except UnrenderableError as error:
         return Unrenderable(error.reason, error.detail)
@@ -44,8 +49,10 @@ def render_request(
     for tokens in prompts:
         if context_tokens_max is not None and len(tokens) > context_tokens_max:
             raise ContextLengthError(context_tokens_max, f"{len(tokens)} tokens")
-    rendered = tuple(RenderedPrompt(tokens, chain_keys(root, tokens)) for tokens in prompts)
-    return RenderedRequest(rendered, reads_cache=not _wants_prompt_logprobs(kind, body))
+    # Without a digest the root would be the model's own, and an adapter's blocks are never the model's.
+    has_keys = adapter is None or bool(adapter.digest)
+    rendered = tuple(RenderedPrompt(tokens, chain_keys(root, tokens) if has_keys else b"") for tokens in prompts)
+    return RenderedRequest(rendered, not _wants_prompt_logprobs(kind, body), adapter)
 
 
 def _token_prompts(

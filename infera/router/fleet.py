@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,7 +10,7 @@ from typing import Final
 from infera.cachemap.fleet_cache import FleetCache
 from infera.cachemap.interface import Match, Target, Tier
 from infera.discovery.record import WorkerRecord
-from infera.prompt.outcome import RenderedRequest
+from infera.prompt.outcome import Adapter, RenderedRequest
 from infera.router.place import Option, Place
 from infera.router.text_index import TextIndex, TextPrompt
 
@@ -103,20 +104,33 @@ class Fleet:
         ]
 
     def models(self) -> dict[str, WorkerRecord]:
-        """Every name that can be asked for (model names and aliases) with one record that serves it."""
+        """Every name that can be asked for (models, aliases, adapters) with one record that serves it."""
         names: dict[str, WorkerRecord] = {}
         for worker in self.workers.values():
             for name in (worker.record.model, *worker.record.aliases):
                 names.setdefault(name, worker.record)
+        for worker in self.workers.values():
+            for name in worker.record.adapters:
+                names.setdefault(name, worker.record)
         return names
 
     def serving(self, name: str) -> list[FleetWorker]:
-        """Workers that answer requests for a model or alias on their own."""
-        return [
-            worker
-            for worker in self.workers.values()
-            if worker.record.role == "mixed" and (name == worker.record.model or name in worker.record.aliases)
-        ]
+        """Workers that answer requests for a model, an alias or else a LoRA adapter on their own."""
+        alone = [worker for worker in self.workers.values() if worker.record.role == "mixed"]
+        named = [worker for worker in alone if _is_model(worker.record, name)]
+        return named or [worker for worker in alone if name in worker.record.adapters]
+
+    def adapter(self, name: str, workers: Sequence[FleetWorker]) -> Adapter | None:
+        """The adapter that a request for ``name`` to these workers asks for; None when the name is a model's.
+
+        Where workers have different content under the name, it is what most of them have: the others are used, but
+        nothing is predicted of them.
+        """
+        if not workers or _is_model(workers[0].record, name):
+            return None
+        known = Counter((worker.record.model, worker.record.adapters.get(name, "")) for worker in workers)
+        model, digest = max(known, key=lambda entry: (bool(entry[1]), known[entry], entry))
+        return Adapter(name, model, bytes.fromhex(digest))
 
     def options(
         self,
@@ -143,7 +157,7 @@ class Fleet:
             text is None
             or len(lengths) != 1
             or not request.reads_cache
-            or not any(worker.is_blind for worker, _ in places)
+            or not any(_is_guessed(worker, request) for worker, _ in places)
         ):
             return options
         held = self.texts.match(text, (place.key for _, place in places), now)
@@ -151,13 +165,18 @@ class Fleet:
         scale = lengths[0] / max(1, text.token_count)
         for index, (worker, place) in enumerate(places):
             tokens = min(lengths[0], round(held.get(place.key, 0) * scale))
-            if worker.is_blind and tokens > matches[index][0].total_tokens:
+            if _is_guessed(worker, request) and tokens > matches[index][0].total_tokens:
                 options[index] = Option(place, (Match({Tier.HBM: tokens}),), lengths, worker.is_suspect, True)
         return options
 
+    @staticmethod
+    def needs_text(workers: Iterable[FleetWorker], request: RenderedRequest) -> bool:
+        """Whether what some worker holds of a request whose tokens are known must be guessed from its text."""
+        return any(_is_guessed(worker, request) for worker in workers)
+
     def sent(self, place: Place, request: RenderedRequest | None, text: TextPrompt | None, *, now: float) -> None:
         """A request was sent to a place, which will hold its prefix soon: the next one with it may count on that."""
-        if request is not None:
+        if request is not None and _has_keys_of(place.record, request):
             for prompt in request.prompts:
                 self.cache.predict(place.record, place.dp_rank, prompt.keys)
         if text is not None:
@@ -181,7 +200,7 @@ class Fleet:
         positions: list[int] = []
         for index, place in enumerate(places):
             target = self.cache.target(place.record, place.dp_rank)
-            if target is not None:
+            if target is not None and _has_keys_of(place.record, request):
                 targets.append(target)
                 positions.append(index)
         by_prompt = []
@@ -196,6 +215,23 @@ class Fleet:
 
 
 NO_MATCH: Final = Match()
+
+
+def _is_model(record: WorkerRecord, name: str) -> bool:
+    return name == record.model or name in record.aliases
+
+
+def _has_keys_of(record: WorkerRecord, request: RenderedRequest) -> bool:
+    """Whether the worker would compute the request with what its keys say: the same adapter, not just its name."""
+    adapter = request.adapter
+    if adapter is None:
+        return True
+    has_content = bool(adapter.digest) and record.adapters.get(adapter.name) == adapter.digest.hex()
+    return has_content and record.model == adapter.model
+
+
+def _is_guessed(worker: FleetWorker, request: RenderedRequest) -> bool:
+    return worker.is_blind or not _has_keys_of(worker.record, request)
 
 
 def _ranks(record: WorkerRecord) -> list[int]:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from infera.prompt.outcome import ContextLengthError, RenderedRequest, Unrenderable
+from infera.prompt.outcome import Adapter, ContextLengthError, RenderedRequest, Unrenderable
 from infera.prompt.renderer import RequestKind
 from infera.router.affinity import SessionIdError, check_session_id
 from infera.router.decision import Decision, PickStory, RequestStory
@@ -96,12 +96,14 @@ class GenerationRoute:
 
     async def _serve(self, exchange: Exchange, request: GenerationRequest, arrived_s: float) -> None:
         workers, is_forced = self._workers(exchange, request.model)
-        demand = self._demand(exchange, request, workers[0].record.model, is_forced=is_forced)
-        rendered, prompt = await self._render(request, workers)
+        adapter = self._state.fleet.adapter(request.model, workers)
+        model = adapter.model if adapter is not None else workers[0].record.model
+        demand = self._demand(exchange, request, model, is_forced=is_forced)
+        rendered, prompt = await self._render(request, workers, model, adapter)
         if rendered is not None:
             longest = max(entry.token_count for entry in rendered.prompts)
             workers = [worker for worker in workers if (worker.record.max_context_tokens or longest) >= longest]
-        text = self._text(request, workers, rendered)
+        text = self._text(request, workers, rendered, model if adapter is None else f"{model} {adapter.name}")
         story = RequestStory(request.model, prompt)
         self._state.decisions.open(exchange.request_id, story)
         work = _Work(exchange, request, arrived_s, workers, rendered, text, demand, story)
@@ -137,15 +139,16 @@ class GenerationRoute:
         )
 
     def _text(
-        self, request: GenerationRequest, workers: list[FleetWorker], rendered: RenderedRequest | None
+        self, request: GenerationRequest, workers: list[FleetWorker], rendered: RenderedRequest | None, model: str
     ) -> TextPrompt | None:
-        """The prompt's text where tokens or events are missing; its length alone where the policy looks at no text."""
+        """The prompt's text where tokens, events or what an adapter holds are missing; its length alone where the
+        policy looks at no text."""
         if not self._state.core.policy.reads_text:
             size = len(request.raw_body) // BYTES_PER_TOKEN
             return TextPrompt((), size) if rendered is None else None
-        if rendered is not None and not any(worker.is_blind for worker in workers):
+        if rendered is not None and not self._state.fleet.needs_text(workers, rendered):
             return None
-        return text_prompt(workers[0].record.model, request.fields)
+        return text_prompt(model, request.fields)
 
     def _workers(self, exchange: Exchange, model: str) -> tuple[list[FleetWorker], bool]:
         """Who may serve the request, and whether the client insisted on one."""
@@ -167,7 +170,7 @@ class GenerationRoute:
         return chosen, True
 
     async def _render(
-        self, request: GenerationRequest, workers: list[FleetWorker]
+        self, request: GenerationRequest, workers: list[FleetWorker], model: str, adapter: Adapter | None
     ) -> tuple[RenderedRequest | None, dict[str, Any]]:
         """The request's tokens where they are known and wanted, and what to tell about them."""
         state = self._state
@@ -175,10 +178,11 @@ class GenerationRoute:
             return None, {"rendered": False, "reason": "not_needed"}
         limits = [worker.record.max_context_tokens for worker in workers]
         context_max = None if None in limits else max(limit for limit in limits if limit is not None)
-        model = workers[0].record.model
         started_s = time.monotonic()
         try:
-            outcome = await state.renderer.render(model, self._kind, request.fields, context_tokens_max=context_max)
+            outcome = await state.renderer.render(
+                model, self._kind, request.fields, context_tokens_max=context_max, adapter=adapter
+            )
         except ContextLengthError as error:
             raise ApiError(400, str(error), code="context_length_exceeded", param=_PARAMS[self._kind]) from error
         finally:
@@ -186,7 +190,8 @@ class GenerationRoute:
         if isinstance(outcome, Unrenderable):
             state.metrics.unrenderable.labels(model, outcome.reason).inc()
             return None, {"rendered": False, "reason": outcome.reason, "detail": outcome.detail}
-        return outcome, {"rendered": True, "tokens": outcome.token_count, "prompts": len(outcome.prompts)}
+        told: dict[str, Any] = {"rendered": True, "tokens": outcome.token_count, "prompts": len(outcome.prompts)}
+        return outcome, told if adapter is None else told | {"adapter": adapter.digest.hex() or "unknown"}
 
     def _left(self, work: _Work) -> list[FleetWorker]:
         """Workers that were not tried yet and are still there."""
@@ -240,7 +245,9 @@ class GenerationRoute:
         work.exchange.worker_id = place.worker_id
         state.metrics.picks.labels(place.worker_id, decision.policy).inc()
         if decision.field.options[decision.chosen_index].is_guess and state.core.policy.reads_text:
-            reason = "no_events" if work.rendered is not None else str(work.story.prompt.get("reason", "no_tokens"))
+            reason = str(work.story.prompt.get("reason", "no_tokens"))
+            if work.rendered is not None:
+                reason = "no_events" if place.record.events is None else "adapter_unknown"
             state.metrics.guesses.labels(place.record.model, reason).inc()
         if work.demand.retention != "none":
             state.fleet.sent(place, work.rendered, work.text, now=time.monotonic())

@@ -11,7 +11,7 @@ from infera.server.state import ServerState
 
 
 def models_router(state: ServerState) -> APIRouter:
-    """The names that can be asked for: models and their aliases."""
+    """The names that can be asked for: models, their aliases and their LoRA adapters."""
     router = APIRouter(tags=["models"])
 
     @router.get("/v1/models")
@@ -29,7 +29,7 @@ def models_router(state: ServerState) -> APIRouter:
 
 def _entry(state: ServerState, name: str) -> dict[str, Any]:
     record = state.fleet.models()[name]
-    return {
+    entry = {
         "id": name,
         "object": "model",
         "created": 0,
@@ -37,3 +37,5 @@ def _entry(state: ServerState, name: str) -> dict[str, Any]:
         "root": record.model,
         "max_model_len": record.max_context_tokens,
     }
+    # As engines list adapters: with the model they are laid over.
+    return entry if name in (record.model, *record.aliases) else entry | {"parent": record.model}

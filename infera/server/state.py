@@ -31,6 +31,7 @@ from infera.server.waiting_room import WaitingRoom
 from infera.transport.http_client import HttpClient, Timeouts
 
 MODELS_REMEMBERED_MAX: Final = 1024
+ADAPTERS_NAMED_MAX: Final = 5
 _log = logging.getLogger(__name__)
 
 
@@ -121,6 +122,13 @@ class ServerState:
                 if worker.is_blind
             )
             found.extend(
+                f"worker {worker.record.worker_id} serves LoRA adapters whose content is not known "
+                f"({', '.join(unknown[:ADAPTERS_NAMED_MAX])}): what it holds of them is guessed from the "
+                "text of earlier prompts; give the engine folders that its agent can read"
+                for worker in self.fleet.workers.values()
+                if (unknown := [name for name, digest in worker.record.adapters.items() if not digest])
+            )
+            found.extend(
                 f"worker {worker.record.worker_id} computed {worker.computed_tokens} tokens and no KV event came: "
                 "check that its event sockets can be reached from here"
                 for worker in self.fleet.silent_workers()
@@ -201,7 +209,7 @@ class FleetWatcher:
 
     def _prepare(self, record: WorkerRecord) -> None:
         state = self._state
-        for name in (record.model, *record.aliases):
+        for name in (record.model, *record.aliases, *record.adapters):
             state.models_seen[name] = None
             state.models_seen.move_to_end(name)
         while len(state.models_seen) > MODELS_REMEMBERED_MAX:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from infera.discovery.record import ids_digest
+from infera.engine.adapters import adapter_stamp, read_digest
 from infera.engine.endpoint import EndpointError, EngineEndpoint, ServerEndpoint
 from infera.hooks.bootstrap import AGENT_FACTS
 from tests.support.processes import Cluster, call, wait_until
@@ -27,9 +28,7 @@ from tests.support.processes import Cluster, call, wait_until
 pytestmark = pytest.mark.integration
 
 PAGES = {
-    "/v1/models": {
-        "data": [{"id": "m", "root": "/nowhere", "max_model_len": 512}, {"id": "a"}, {"id": "l", "parent": "m"}]
-    },
+    "/v1/models": {"data": [{"id": "m", "root": "/nowhere", "max_model_len": 512}, {"id": "a"}]},
     "/kv_event_sources": {
         "0": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/x.pub", "replay_endpoint": None, "topic": "kv@x"}
     },
@@ -45,6 +44,7 @@ class Surface(http.server.ThreadingHTTPServer):
     """Health, models, metrics and event sources of an engine."""
 
     is_healthy = True
+    adapters: dict[str, str] = {}  # noqa: RUF012
     daemon_threads = True
 
     @property
@@ -72,6 +72,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             status, body = 200, METRICS.encode()
         else:
             page: Any = PAGES.get(self.path)
+            if self.path == "/v1/models":
+                loaded = [{"id": name, "root": path, "parent": "m"} for name, path in self.server.adapters.items()]
+                page = {"data": [*PAGES["/v1/models"]["data"], *loaded]}
             status, body = (200, json.dumps(page).encode()) if page is not None else (404, b"{}")
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -151,6 +154,31 @@ def test_the_record_says_how_requests_become_tokens(
     assert (render["tool_parser"], render["template_arguments"]) == ("hermes", {"a": [1]})
     assert render["text_probe_digest"] == ids_digest([1, 2])
     assert render["chat_probe_digest"] == ids_digest([3])
+
+
+def test_adapters_are_told_as_they_are_loaded_and_taken_away(
+    fleet: Cluster, surface: Surface, launcher: subprocess.Popen[bytes], agents: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "sql"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_text("weights")
+    surface.adapters = {"sql": str(folder)}
+    fleet.start_server()
+    agents(launcher, surface, [fleet.url])
+    wait_until(lambda: surface.url in fleet.known_urls(), "the engine joined")
+    digest = read_digest(folder, adapter_stamp(folder)).hex()
+    assert _adapters(fleet) == {"sql": digest}, "what an engine starts with is known from the first record on"
+    surface.adapters = {"sql": str(folder), "hub": "somebody/adapter"}
+    wait_until(lambda: _adapters(fleet) == {"sql": digest, "hub": ""}, "the second one is told")
+    assert "'hub'" in (tmp_path / "agent.log").read_text()
+    surface.adapters = {}
+    wait_until(lambda: _adapters(fleet) == {}, "both are gone")
+
+
+def _adapters(fleet: Cluster) -> dict[str, str]:
+    (entry,) = call(f"{fleet.url}/v1/workers").json["data"]
+    return dict(entry["record"]["adapters"])
 
 
 def test_engine_that_falls_silent_leaves_until_it_is_back(

@@ -35,10 +35,14 @@ from infera.discovery.record import (
     encode_record,
     tokenizer_digest,
 )
+from infera.engine.adapter_watch import AdapterWatch
 from infera.prompt.outcome import RenderedRequest
 from infera.prompt.renderer import PromptRenderer
 
 REPLAY_BATCHES_MAX = 10_000
+Lora = tuple[str, str]
+"""An adapter's name and path, which are what vLLM's own block hash has of it."""
+
 WORDS = ["Paris", " is", " the", " capital", " of", " France", ".", " Yes"]
 
 
@@ -50,13 +54,13 @@ class Blocks:
         self.capacity = capacity
         self.held: OrderedDict[int, None] = OrderedDict()
 
-    def use(self, tokens: list[int], salt: str | None) -> tuple[int, list[dict[str, Any]]]:
+    def use(self, tokens: list[int], salt: str | None, lora: Lora | None) -> tuple[int, list[dict[str, Any]]]:
         """Cached tokens of a prompt, and the events of computing the rest."""
         parent: int | None = None
         cached, events, hits = 0, [], True
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             block = tokens[start : start + self.block_size]
-            text = f"{parent}|{block}|{salt if start == 0 else ''}"
+            text = f"{parent}|{block}|{salt if start == 0 else ''}|{lora}"
             name = int.from_bytes(hashlib.sha256(text.encode()).digest()[-8:], "big")
             if name in self.held:
                 self.held.move_to_end(name)
@@ -65,23 +69,27 @@ class Blocks:
             else:
                 hits = False
                 self.held[name] = None
-                events.append(self._stored(name, parent, block, salt if start == 0 else None))
+                events.append(self._stored(name, parent, block, salt if start == 0 else None, lora))
             parent = name
         while len(self.held) > self.capacity:
             gone, _ = self.held.popitem(last=False)
             events.append({"type": "BlockRemoved", "block_hashes": [gone], "medium": "GPU", "group_idx": 0})
         return cached, events
 
-    def _stored(self, name: int, parent: int | None, block: list[int], salt: str | None) -> dict[str, Any]:
+    def _stored(
+        self, name: int, parent: int | None, block: list[int], salt: str | None, lora: Lora | None
+    ) -> dict[str, Any]:
+        extra_keys = [*([lora[0]] if lora else []), *([salt] if salt else [])]
         return {
             "type": "BlockStored",
             "block_hashes": [name],
             "parent_block_hash": parent,
             "token_ids": block,
             "block_size": self.block_size,
-            "lora_id": None,
+            "lora_id": 1 if lora else None,
+            "lora_name": lora[0] if lora else None,
             "medium": "GPU",
-            "extra_keys": [[salt]] if salt else [None],
+            "extra_keys": [extra_keys or None],
             "group_idx": 0,
             "kv_cache_spec_kind": "full_attention",
         }
@@ -141,6 +149,8 @@ class FakeEngine:
         self.aborted = 0
         self.beats = True
         self.load: tuple[RankLoad, ...] = ()
+        self.adapters: dict[str, str] = dict(entry.split("=", 1) for entry in options.adapter)
+        self.watch = AdapterWatch()
 
     async def run(self) -> None:
         """Serve until killed."""
@@ -165,6 +175,7 @@ class FakeEngine:
             engine_version="1",
             model=options.model,
             aliases=tuple(options.alias),
+            adapters=self.watch.digests(self.adapters),
             model_path=options.folder,
             tokenizer_digest=tokenizer_digest(options.folder),
             max_context_tokens=options.max_context,
@@ -234,6 +245,7 @@ class FakeEngine:
         self.times = wanted.get("times", 1)
         self.delay_s = wanted.get("delay_s", self.delay_s)
         self.beats = wanted.get("beats", self.beats)
+        self.adapters = wanted.get("adapters", self.adapters)
         self.load = tuple(RankLoad(**load) for load in wanted.get("load", ()))
         self.publisher.drops_next = wanted.get("drop_events", 0)
         if wanted.get("clear"):
@@ -292,9 +304,11 @@ class FakeEngine:
         kind = "chat" if is_chat else "completions"
         rendered = await self.renderer.render("m", kind, body, context_tokens_max=None)
         assert isinstance(rendered, RenderedRequest), rendered
+        asked = body.get("model")
+        lora = (asked, self.adapters[asked]) if asked in self.adapters else None
         cached = 0
         for prompt in rendered.prompts:
-            hit, events = self.blocks.use(list(prompt.tokens), body.get("cache_salt"))
+            hit, events = self.blocks.use(list(prompt.tokens), body.get("cache_salt"), lora)
             cached += hit
             if events:
                 await self.publisher.publish(events)
@@ -384,6 +398,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="m")
     parser.add_argument("--alias", action="append", default=[])
+    parser.add_argument("--adapter", action="append", default=[], help="NAME=PATH of a LoRA adapter")
     parser.add_argument("--folder", default="")
     parser.add_argument("--worker-id", default="")
     parser.add_argument("--runtime", type=Path, required=True)

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
-from infera_core.keys import GRAIN_TOKENS, KEY_BYTES, chain_keys, root_key
+from infera_core.keys import (
+    GRAIN_TOKENS,
+    IDENTITY_BYTES_MAX,
+    KEY_BYTES,
+    chain_keys,
+    extra_key,
+    image_extra,
+    root_key,
+)
 
 from infera.cachemap.interface import CacheMap, Tier
 from tests.support.naive_map.events import (
@@ -19,11 +29,13 @@ from tests.support.naive_map.events import (
     BlocksRemoved,
     BlocksStored,
     EngineBatch,
+    EngineEvent,
     EngineHash,
     UnknownEvent,
 )
 
 ALIASES_MAX_DEFAULT: Final = 2_000_000
+IMAGES_MAX: Final = 1024
 _TIERS_BY_MEDIUM: Final = {None: Tier.HBM, "GPU": Tier.HBM, "CPU": Tier.RAM, "CPU_PINNED": Tier.RAM, "DISK": Tier.DISK}
 # A prefix is whole only where full attention has every block; other groups follow rules of their own.
 _FULL_ATTENTION: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
@@ -39,8 +51,14 @@ class EngineIndex:
     """One engine rank's part of the map. ``counters`` says what was indexed and what was left out, and why."""
 
     def __init__(
-        self, cache_map: CacheMap, holder: int, counters: Counter[str], aliases_max: int = ALIASES_MAX_DEFAULT
+        self,
+        cache_map: CacheMap,
+        holder: int,
+        counters: Counter[str],
+        aliases_max: int = ALIASES_MAX_DEFAULT,
+        adapters: Mapping[str, bytes] | None = None,
     ) -> None:
+        self.adapters = dict(adapters or {})
         self._map = cache_map
         self._holder = holder
         self._aliases: dict[tuple[Tier, EngineHash], _Alias] = {}
@@ -60,8 +78,8 @@ class EngineIndex:
         self._aliases.clear()
 
     def apply(self, batch: EngineBatch) -> None:
-        """Enter a batch, in order."""
-        for event in batch.events:
+        """Enter a batch, in order; but sparse events after the other stored blocks around them."""
+        for event in in_order(batch.events):
             if isinstance(event, BlocksStored):
                 self._stored(event)
             elif isinstance(event, BlocksRemoved):
@@ -75,15 +93,27 @@ class EngineIndex:
     def _stored(self, event: BlocksStored) -> None:
         tier = _TIERS_BY_MEDIUM.get(event.medium)
         reason = self._why_not(event, tier)
+        if reason is None and tier is not None and is_sparse(event):
+            self._enter_sparse(event, tier)
+            return
         parent = None if reason else self._parent_key(event, tier or Tier.HBM)
         if reason or parent is None or tier is None:
             self.counters[reason or "unknown_parent"] += len(event.hashes)
             return
         self.block_size_tokens = event.block_size_tokens
-        chain = chain_keys(parent, array("I", event.tokens))
+        chain = chain_with_images(parent, event.tokens, read_extras(event).images)
         step = event.block_size_tokens // GRAIN_TOKENS * KEY_BYTES
         keys = [chain[end - KEY_BYTES : end] for end in range(step, len(chain) + 1, step)]
         self._enter(tier, event.hashes, keys)
+
+    def _enter_sparse(self, event: BlocksStored, tier: Tier) -> None:
+        self.block_size_tokens = event.block_size_tokens
+        for engine_hash in event.hashes:
+            alias = self._aliases.get((tier, engine_hash)) or self._aliases.get((Tier.HBM, engine_hash))
+            if alias is None:
+                self.counters["unknown_place"] += 1
+            else:
+                self._enter(tier, (engine_hash,), [alias.key])
 
     def _enter(self, tier: Tier, hashes: tuple[EngineHash, ...], keys: list[bytes]) -> None:
         for engine_hash, key in zip(hashes, keys, strict=True):
@@ -126,7 +156,7 @@ class EngineIndex:
         """Why an event is not indexed; None when it is."""
         if tier is None:
             return "other_medium"
-        if event.has_lora:
+        if event.has_lora and event.lora_name not in self.adapters:
             return "lora"
         if event.group_kind not in _FULL_ATTENTION or (self._group is not None and event.group != self._group):
             return "other_group"
@@ -134,7 +164,14 @@ class EngineIndex:
             return "block_size_below_grain"
         if any(token < 0 or token > 0xFFFFFFFF for token in event.tokens):
             return "bad_token"
-        if not _is_plain_or_salted(event):
+        if is_sparse(event):
+            self._group = event.group
+            return None
+        try:
+            salt = read_extras(event).salt
+        except ExtraKeysError as error:
+            return error.counter
+        if len((salt or "").encode()) > IDENTITY_BYTES_MAX:
             return "extra_keys"
         self._group = event.group
         return None
@@ -146,23 +183,87 @@ class EngineIndex:
             if alias is None and tier is not Tier.HBM:
                 alias = self._aliases.get((Tier.HBM, event.parent))
             return None if alias is None else alias.key
-        return root_key(salt=_salt(event))
+        lora = b"" if event.lora_name is None else self.adapters[event.lora_name]
+        return root_key(salt=(read_extras(event).salt or "").encode(), lora=lora)
 
 
-def _is_plain_or_salted(event: BlocksStored) -> bool:
-    """Engines do not say what an extra key is. One string on the very first block is the salt; else we do not guess."""
-    if not event.extra_keys or not any(event.extra_keys):
-        return True
-    first = event.extra_keys[0]
-    return (
-        event.parent is None
-        and not any(event.extra_keys[1:])
-        and isinstance(first, list)
-        and len(first) == 1
-        and isinstance(first[0], str)
-    )
+def is_sparse(event: BlocksStored) -> bool:
+    """Whether it has tokens of more blocks than it names."""
+    return len(event.tokens) > len(event.hashes) * event.block_size_tokens
 
 
-def _salt(event: BlocksStored) -> bytes:
-    first = event.extra_keys[0] if event.extra_keys else None
-    return str(first[0]).encode() if isinstance(first, list) and first else b""
+def in_order(events: tuple[EngineEvent, ...]) -> list[EngineEvent]:
+    """Sparse events last in every run of stored blocks."""
+    found: list[EngineEvent] = []
+    for are_stored, run in groupby(events, lambda event: isinstance(event, BlocksStored)):
+        entries = list(run)
+        if are_stored:
+            entries.sort(key=lambda event: isinstance(event, BlocksStored) and is_sparse(event))
+        found += entries
+    return found
+
+
+@dataclass(slots=True)
+class Extras:
+    """What an event says of its tokens beside themselves. ``images``: (first token in the event, identifier)."""
+
+    salt: str | None = None
+    images: list[tuple[int, str]] = field(default_factory=list)
+
+
+class ExtraKeysError(Exception):
+    """Extra keys that cannot be told apart; ``counter`` is where they are counted."""
+
+    def __init__(self, counter: str) -> None:
+        super().__init__(counter)
+        self.counter = counter
+
+
+def read_extras(event: BlocksStored) -> Extras:
+    """The salt and the images that begin in an event's blocks. Raises ExtraKeysError."""
+    extras = Extras()
+    for block, entry in enumerate(event.extra_keys or ()):
+        if entry is None:
+            continue
+        if not isinstance(entry, list):
+            raise ExtraKeysError("extra_keys")
+        keys = entry[1:] if entry and event.lora_name is not None and entry[0] == event.lora_name else entry
+        for place, key in enumerate(keys):
+            if isinstance(key, str):
+                if place != len(keys) - 1 or block or event.parent is not None:
+                    raise ExtraKeysError("extra_keys")
+                extras.salt = key
+            else:
+                _add_image(extras, event, block, key)
+    return extras
+
+
+def _add_image(extras: Extras, event: BlocksStored, block: int, key: object) -> None:
+    if not isinstance(key, list) or len(key) != 2 or not isinstance(key[0], str) or type(key[1]) is not int:
+        raise ExtraKeysError("extra_keys")
+    identifier, offset = key
+    if not 0 < len(identifier.encode()) <= IDENTITY_BYTES_MAX or offset >= event.block_size_tokens:
+        raise ExtraKeysError("extra_keys")
+    if offset < 0:
+        if block == 0 and event.parent is None:
+            raise ExtraKeysError("extra_keys")
+        return
+    token = block * event.block_size_tokens + offset
+    if extras.images and extras.images[-1][0] > token:
+        raise ExtraKeysError("extra_keys")
+    if len(extras.images) == IMAGES_MAX:
+        raise ExtraKeysError("images_over_limit")
+    extras.images.append((token, identifier))
+
+
+def chain_with_images(parent: bytes, tokens: tuple[int, ...], images: list[tuple[int, str]]) -> bytes:
+    """The keys of all grains, one after the other, an image mixed in where it begins."""
+    keys = b""
+    for start in range(0, len(tokens), GRAIN_TOKENS):
+        begun = [
+            image_extra(name.encode(), token - start) for token, name in images if 0 <= token - start < GRAIN_TOKENS
+        ]
+        parent = extra_key(parent, b"".join(begun)) if begun else parent
+        parent = chain_keys(parent, array("I", tokens[start : start + GRAIN_TOKENS]))
+        keys += parent
+    return keys

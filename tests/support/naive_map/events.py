@@ -26,6 +26,7 @@ class BlocksStored:
     tokens: tuple[int, ...]
     block_size_tokens: int
     has_lora: bool = False
+    lora_name: str | None = None
     medium: str | None = None
     extra_keys: tuple[object, ...] | None = None
     group: int = 0

@@ -119,6 +119,10 @@ class PythonCacheMap:
         counts = self._holders[holder].counts
         return {tier: len(counts[tier]) for tier in _TIERS if counts[tier]}
 
+    def keys(self, holder: int, tier: Tier) -> list[bytes]:
+        """What the holder has in a tier."""
+        return list(self._holders[holder].counts[tier])
+
     def match(self, keys: bytes, targets: Sequence[Target]) -> list[Match]:
         """Longest usable prefix for every target, one walk for each block size."""
         walks: dict[int, _Walk] = {}

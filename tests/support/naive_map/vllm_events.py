@@ -78,7 +78,7 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
     size = _whole(fields.get("block_size"), 0)
     if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         raise EventFormatError("token_ids must be whole numbers")
-    if size <= 0 or len(tokens) != size * len(hashes):
+    if size <= 0 or len(tokens) % size or len(tokens) < size * len(hashes):
         raise EventFormatError(f"{len(tokens)} tokens do not fill {len(hashes)} blocks of {size}")
     parent = fields.get("parent_block_hash")
     extra = fields.get("extra_keys")
@@ -89,7 +89,8 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
         parent=None if parent is None else _hash(parent),
         tokens=tuple(tokens),
         block_size_tokens=size,
-        has_lora=fields.get("lora_id") is not None or fields.get("lora_name") is not None,
+        has_lora=fields.get("lora_id") is not None or _text(fields.get("lora_name")) is not None,
+        lora_name=_text(fields.get("lora_name")),
         medium=_text(fields.get("medium")),
         extra_keys=None if extra is None else tuple(extra),
         group=_whole(fields.get("group_idx"), 0),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infera.cachemap.interface import Tier
+from infera.cachemap.interface import Target, Tier
 from infera.cachemap.native_map import EngineDecoder, KvdDecoder, NativeCacheMap
 from tests.support.engine_events import CLEARED, frame, removed, stored
 from tests.support.naive_map.engine_index import EngineIndex
@@ -23,7 +23,23 @@ A, B = b"a" * 16, b"b" * 16
 
 names = st.one_of(st.integers(0, 6), st.sampled_from([b"h" * 32, b"g" * 32, 2**64 - 1, -(2**63)]))
 media = st.sampled_from([None, "GPU", "CPU", "DISK", "TAPE"])
-extras = st.sampled_from([None, "salt", "odd"])
+ADAPTERS = {"sql": b"digest of sql", "law": b"digest of law"}
+lora_names = st.sampled_from([None, None, "sql", "law", "unheard of"])
+image_keys = st.tuples(st.sampled_from(["cat", "dog", ""]), st.integers(-40, 50)).map(list)
+odd_keys = st.sampled_from([3, None, "late", ["cat"], ["cat", "x"], [1, 2], b"digest", ["cat", 1.5], {}])
+
+
+@st.composite
+def block_extras(draw: st.DrawFn, lora_name: str | None, is_first: bool) -> Any:
+    """One block's extra keys, mostly as vLLM writes them."""
+    if draw(st.sampled_from([False] * 12 + [True])):
+        return draw(st.sampled_from(["text", 5, [draw(odd_keys)]]))
+    images = sorted(draw(st.lists(image_keys, max_size=2)), key=lambda key: key[1])
+    if draw(st.sampled_from([False] * 8 + [True])):
+        images = images[::-1]
+    salt = ["tenant"] if is_first and draw(st.booleans()) else []
+    keys = [*([lora_name] if lora_name else []), *images, *salt]
+    return keys or draw(st.sampled_from([None, []]))
 
 
 @st.composite
@@ -41,27 +57,34 @@ def events(draw: st.DrawFn) -> Any:
         return as_array if draw(st.booleans()) else removed(hashes, medium=medium)
     size = draw(st.sampled_from([16, 32, 48, 24]))
     token = st.sampled_from([0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, -1])
-    tokens = [draw(token)] * (size * len(hashes))
+    left_out = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    tokens = [draw(token)] * (size * (len(hashes) + left_out))
     parent = draw(st.none() | names)
-    extra_keys = {None: None, "salt": [["t"], *[None] * 2], "odd": [[3], *[None] * 2]}[draw(extras)]
-    extra_keys = extra_keys[: len(hashes)] if extra_keys else None
-    lora = draw(st.sampled_from([None, None, None, 7]))
+    name = draw(lora_names)
+    lora = 7 if name else draw(st.sampled_from([None, None, None, 7]))
+    extra_keys = None
     if draw(st.booleans()):
-        return ["BlockStored", hashes, parent, tokens, size, lora, medium, None, extra_keys, 0, "full_attention"]
-    return stored(hashes, parent, tokens, size, medium=medium, lora_id=lora, extra_keys=extra_keys)
+        extra_keys = [draw(block_extras(name, parent is None and at == 0)) for at in range(len(hashes))]
+    if draw(st.booleans()):
+        return ["BlockStored", hashes, parent, tokens, size, lora, medium, name, extra_keys, 0, "full_attention"]
+    return stored(hashes, parent, tokens, size, medium=medium, lora_id=lora, lora_name=name, extra_keys=extra_keys)
 
 
 @given(st.lists(st.lists(events(), max_size=6), max_size=8))
 def test_frames_mean_the_same_to_both(frames: list[list[Any]]) -> None:
     native, naive = NativeCacheMap(4096), PythonCacheMap()
     holder, other = native.add_holder("w"), naive.add_holder("w")
-    decoder, index = EngineDecoder(native, holder), EngineIndex(naive, other, Counter())
+    decoder = EngineDecoder(native, holder, adapters=ADAPTERS)
+    index = EngineIndex(naive, other, Counter(), adapters=ADAPTERS)
     for batch in frames:
         payload = frame(*batch)
         assert decoder.apply(payload)
         index.apply(decode_vllm_batch(payload))
         assert native.blocks_by_tier(holder) == naive.blocks_by_tier(other)
     assert native.audit() is None
+    for tier in (Tier.HBM, Tier.RAM, Tier.DISK):
+        for key in naive.keys(other, tier):
+            assert native.match(key, [Target(1, holder)])[0].total_tokens == 16, "under the same key"
     assert decoder.alias_count == index.alias_count
     counted = native.counters("engine")
     del counted["frames"]
@@ -82,7 +105,8 @@ BROKEN = [
     msgspec.msgpack.encode(["now", []]),
     frame(7),
     frame([]),
-    frame(stored([1], None, TOKENS)),
+    frame(stored([1, 2, 3], None, TOKENS)),
+    frame(stored([1], None, TOKENS[:24])),
     frame(stored([1], None, ["a"] * 16)),
     frame(stored([1], None, [True] * 16)),
     frame(stored([1.5], None, TOKENS[:16])),

@@ -87,7 +87,14 @@ def test_a_single_string_on_the_first_block_is_the_salt() -> None:
         ({"lora_name": "a"}, "lora"),
         ({"lora_name": "a", "extra_keys": [["salt"]]}, "lora"),
         ({"extra_keys": [["a", "b"]]}, "extra_keys"),
-        ({"extra_keys": [[["image", 3]]]}, "extra_keys"),
+        ({"extra_keys": [[["image", 16]]]}, "extra_keys"),
+        ({"extra_keys": [[["image", -1]]]}, "extra_keys"),
+        ({"extra_keys": [[["image", 3, 4]]]}, "extra_keys"),
+        ({"extra_keys": [[["", 3]]]}, "extra_keys"),
+        ({"extra_keys": [[["image", 3.0]]]}, "extra_keys"),
+        ({"extra_keys": [[["later", 9], ["earlier", 3]]]}, "extra_keys"),
+        ({"extra_keys": [["salt", ["image", 3]]]}, "extra_keys"),
+        ({"extra_keys": [[b"digest of prompt embeddings"]]}, "extra_keys"),
         ({"extra_keys": [[5]]}, "extra_keys"),
         ({"medium": "TAPE"}, "other_medium"),
         ({"locality": "REMOTE"}, "other_medium"),
@@ -166,6 +173,48 @@ def test_llm_d_router_2362_sliding_window_groups_are_not_whole_prefixes() -> Non
     assert world.hit(TOKENS) == 0, "7 is there, 6 is not"
     world.apply(stored([6], 5, TOKENS[80:96], **window))
     assert world.hit(TOKENS) == 112, "the full group still knows what 6 follows"
+
+
+@pytest.mark.parametrize("is_window_first", [True, False])
+def test_blocks_that_a_window_does_not_keep_have_no_hash_and_cost_nothing(is_window_first: bool) -> None:
+    """vLLM sends all tokens of a run and the hashes of what it keeps. That is no broken frame: one broken frame costs
+    everything that is known of the rank. Its first group may be the one with the gaps."""
+    world = World()
+    full = {"group_idx": int(is_window_first), "kv_cache_spec_kind": "full_attention"}
+    window = {
+        "group_idx": int(not is_window_first), "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": 33,
+    }  # fmt: skip
+    events = [stored(list(range(1, 9)), None, TOKENS, **full), stored([3, 4, 7, 8], None, TOKENS, **window)]
+    world.apply(*(reversed(events) if is_window_first else events))
+    assert world.hit(TOKENS) == 128
+    assert world.hit(TOKENS[:112]) == 64, "6 is not kept"
+    assert world.counters == {"stored": 12}
+    world.apply(removed([8], group_idx=window["group_idx"]))
+    assert world.hit(TOKENS) == 64
+
+
+def test_a_sparse_block_that_no_group_knows_is_counted() -> None:
+    """Also one that was known and is not any more, by the time its event is reached."""
+    world = World()
+    gaps = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
+    world.apply(stored([1], None, TOKENS[:16]), stored([2], None, TOKENS[:48], **gaps))
+    assert world.counters == {"stored": 1, "unknown_place": 1}
+    world.apply(removed([1]), stored([1], None, TOKENS[:48], **gaps))
+    assert world.counters == {"stored": 1, "unknown_place": 2, "removed": 1}
+    world.apply(stored([1], None, TOKENS[:48], **gaps), removed([1]), stored([1], None, TOKENS[:16]))
+    assert world.counters == {"stored": 2, "unknown_place": 3, "removed": 1, "removed_unknown": 1}
+
+
+@pytest.mark.parametrize(("count", "in_time"), [(256, 256), (257, 1)])
+def test_the_sparse_events_that_wait_are_bounded(count: int, in_time: int) -> None:
+    """Those that had to be applied before the others came are counted as not known."""
+    world = World()
+    gaps = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
+    many = list(range(count * 16))
+    world.apply(*(stored([name], None, many, **gaps) for name in range(count)), stored(list(range(count)), None, many))
+    assert world.counters["stored"] == count + in_time
+    assert world.counters["unknown_place"] == count - in_time
 
 
 def test_a_group_alone_with_a_window_is_matched_by_its_window() -> None:

@@ -22,6 +22,7 @@ from tests.support.records import record
 
 FULL = record(
     aliases=("a", "b"),
+    adapters={"sql": "00ff", "hub": ""},
     kvd=KvdSource(instance="00ff", namespace="aa", pub="ipc:///p", snapshot="ipc:///s"),
     tokenizer_digest="ab" * 32,
     max_context_tokens=4096,
@@ -58,6 +59,15 @@ def test_a_record_survives_the_way_there_and_back() -> None:
         {"model": ""},
         {"model": "m" * 1000},
         {"aliases": [""]},
+        {"adapters": {"": ""}},
+        {"adapters": {"a\nb": ""}},
+        {"adapters": {"ü" * 300: ""}},
+        {"adapters": {"a": "xyz"}},
+        {"adapters": {"a": "abc"}},
+        {"adapters": {"a": "ab" * 65}},
+        {"adapters": {f"a{number}": "" for number in range(257)}},
+        {"adapters": {f"{number:0500}": "" for number in range(40)}},
+        {"adapters": ["a"]},
         {"aliases": ["x"] * 100},
         {"url": "https://h:1"},
         {"url": "http://h"},

@@ -11,7 +11,7 @@ from infera_core.keys import chain_keys, root_key
 
 from infera.discovery.record import tokenizer_digest
 from infera.prompt import template
-from infera.prompt.outcome import ContextLengthError, RenderedRequest, Unrenderable
+from infera.prompt.outcome import Adapter, ContextLengthError, RenderedRequest, Unrenderable
 from infera.prompt.renderer import LONG_WAITING_MAX, THREADS_DEFAULT, PromptRenderer
 from tests.support.chat_templates import CHATML, HEADERS
 from tests.support.models import make_model_folder
@@ -51,6 +51,20 @@ async def test_salt_changes_every_key_and_no_token(renderer: PromptRenderer) -> 
     assert plain.prompts[0].tokens == salted.prompts[0].tokens
     assert salted.prompts[0].keys == chain_keys(root_key(salt=b"tenant"), salted.prompts[0].tokens)
     assert plain.prompts[0].keys[:16] != salted.prompts[0].keys[:16]
+
+
+async def test_an_adapter_changes_every_key_and_no_token(renderer: PromptRenderer) -> None:
+    body = {"prompt": LONG, "cache_salt": "tenant"}
+    plain = await render(renderer, "completions", **body)
+    adapter = Adapter("sql", "m", b"digest")
+    made = await renderer.render("m", "completions", body, context_tokens_max=None, adapter=adapter)
+    assert isinstance(made, RenderedRequest)
+    assert (made.prompts[0].tokens, made.adapter) == (plain.prompts[0].tokens, adapter)
+    assert made.prompts[0].keys == chain_keys(root_key(salt=b"tenant", lora=b"digest"), made.prompts[0].tokens)
+    nameless = Adapter("sql", "m")
+    unknown = await renderer.render("m", "completions", body, context_tokens_max=None, adapter=nameless)
+    assert isinstance(unknown, RenderedRequest)
+    assert (unknown.token_count, unknown.prompts[0].keys) == (plain.token_count, b""), "none of the model either"
 
 
 async def test_completions_take_special_tokens_and_chats_do_not(renderer: PromptRenderer) -> None:

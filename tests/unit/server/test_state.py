@@ -20,6 +20,18 @@ async def test_degraded_modes_are_named_with_their_cure() -> None:
     await state.stop()
 
 
+async def test_adapters_nobody_can_read_are_named() -> None:
+    """sglang#27386: hits that are zero are not zero in silence."""
+    state = make_state(ServerConfig())
+    adapters = {"known": "aa", **{f"hub-{number}": "" for number in range(9)}}
+    state.fleet.add(record(1, adapters=adapters))
+    (told,) = [line for line in state.degraded() if "LoRA" in line]
+    assert "hub-0, hub-1, hub-2, hub-3, hub-4)" in told
+    assert "folders that its agent can read" in told
+    assert "known," not in told
+    await state.stop()
+
+
 async def test_a_worker_that_does_not_serve_alone_is_not_enough() -> None:
     state = make_state(ServerConfig())
     state.fleet.add(record(1, events=None, role="prefill"))
