@@ -8,8 +8,9 @@ PYTHON ?=
 export PYTHON
 PY := .venv/bin/python
 PYTEST_ARGS ?=
+CASES ?=
 
-.PHONY: help setup lint format unit test test-parity demo bench-hook bench-tokenizing bench-router-core bench-kvd soak-kvd fuzz-kvd fuzz-map chaos-kvd sanitize lock clean
+.PHONY: help setup lint format unit test test-parity e2e-vllm demo bench-hook bench-tokenizing bench-router-core bench-kvd soak-kvd fuzz-kvd fuzz-map chaos-kvd sanitize lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +37,9 @@ test: lint ## set up what is missing, lint, and run every test (installs vLLM fo
 	@echo "test: the engine's environment"; $(PY) -m infera engine-env install vllm
 	@echo "test: the tiny model"; $(PY) -m infera model prepare tiny
 	@echo "test: unit, integration, end to end, chaos"; $(PY) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+e2e-vllm: setup ## the vLLM plugin on real engines, with and without cache (CASES="--group NAME", or --list)
+	@$(PY) -m tests.e2e.vllm_cases $(CASES)
 
 test-parity: setup ## our token ids against vLLM's own, over hundreds of random requests (SEED repeats a run)
 	@$(PY) -m tests.support.prompt_parity

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infera import __version__
+from infera.commands import doctor_engine
 from infera.tools.cachefolder import cache_folder
 from infera.tools.engine_env import environment_folder, installed_vllm
 from infera.tools.errors import ToolError
@@ -41,6 +42,12 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the findings; the status is 1 when one of them is bad."""
+    if argv and argv[0] in doctor_engine.ENGINES:
+        return doctor_engine.main(argv)
+    if argv and argv[0] == "prompts":
+        from infera.commands import doctor_prompts  # needs the server's libraries, which an engine host may lack
+
+        return doctor_prompts.main(argv)
     values = PROGRAM.parse(argv, os.environ)
     findings = [
         Finding("infera", None, f"{__version__}, Python {platform.python_version()}, {platform.machine()}"),

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from infera.hooks import spec
+
 ENGINES = ("vllm", "sglang", "atom")
 INCARNATION = "INFERA_INCARNATION"
 AGENT_FACTS = "INFERA_AGENT_FACTS"
@@ -86,19 +88,13 @@ def launch(engine: str) -> None:
     """
     import uuid
 
-    import pluggy
-
     from infera.hooks import spec
 
     if not (os.environ.get("INFERA_KVD_SOCKET") or os.environ.get("INFERA_DISCOVERY")):
         return
-    manager = pluggy.PluginManager(spec.PROJECT)
-    manager.add_hookspecs(spec.EngineHooks)
-    if not manager.load_setuptools_entrypoints(spec.ENTRY_POINT_GROUP):
-        raise RuntimeError(f"no plugin for {engine} is installed; add infera-plugin-{engine} to this environment")
     runtime_dir = make_runtime_dir()
     launched = spec.Launch(engine, sys.argv, list(sys.orig_argv), os.environ, uuid.uuid4().hex, runtime_dir)
-    wiring = manager.hook.infera_engine_launched(launch=launched)
+    wiring = wire(launched)
     if wiring is None:
         return
     os.environ[INCARNATION] = launched.incarnation
@@ -107,6 +103,26 @@ def launch(engine: str) -> None:
         say(note)
     if wiring.agent is not None:
         start_agent(wiring.agent)
+
+
+def wire(launched: spec.Launch) -> spec.Wiring | None:
+    """Have the engine's plugin fill in a launch; None when it is no serving process.
+
+    Raises:
+        RuntimeError: when no plugin is installed.
+    """
+    import pluggy
+
+    from infera.hooks import spec
+
+    manager = pluggy.PluginManager(spec.PROJECT)
+    manager.add_hookspecs(spec.EngineHooks)
+    if not manager.load_setuptools_entrypoints(spec.ENTRY_POINT_GROUP):
+        raise RuntimeError(
+            f"no plugin for {launched.engine} is installed; add infera-plugin-{launched.engine} to this environment"
+        )
+    wiring: spec.Wiring | None = manager.hook.infera_engine_launched(launch=launched)
+    return wiring
 
 
 def make_runtime_dir() -> str:

@@ -17,7 +17,7 @@ from infera.tools.progress import Progress, say
 
 MAKE_LIMIT_S = 10 * 60.0
 MODEL_NAMES = ("smollm2", "tiny")
-TINY_KINDS = ("llama",)
+TINY_KINDS = ("llama", "gemma3", "llama2heads")
 MAKERS_FOLDER = Path(__file__).resolve().parent / "model_makers"
 
 
@@ -37,21 +37,23 @@ def prepare_tiny(cache_dir: Path | None = None, kind: str = "llama", engine_pyth
     """
     if kind not in TINY_KINDS:
         raise ValueError(f"{kind!r} is not one of {', '.join(TINY_KINDS)}")
-    return _prepare(f"tiny-{kind}", MAKERS_FOLDER / "tiny.py", cache_dir, engine_python)
+    return _prepare(f"tiny-{kind}", MAKERS_FOLDER / "tiny.py", cache_dir, engine_python, kind)
 
 
-def _prepare(name: str, maker: Path, cache_dir: Path | None, engine_python: EnginePython | None) -> Path:
+def _prepare(
+    name: str, maker: Path, cache_dir: Path | None, engine_python: EnginePython | None, *arguments: str
+) -> Path:
     cache = cache_dir or cache_folder()
     folder = cache / "models" / f"{name}-{digest_of([maker.read_bytes()])}"
     if folder.is_dir():
         return folder
     with file_lock(folder.with_name(folder.name + ".lock"), f"making the model {name}"):
         if not folder.is_dir():
-            _make(name, maker, folder, engine_python or ensure_vllm(cache_dir))
+            _make(name, maker, folder, engine_python or ensure_vllm(cache_dir), arguments)
     return folder
 
 
-def _make(name: str, maker: Path, folder: Path, engine_python: EnginePython) -> None:
+def _make(name: str, maker: Path, folder: Path, engine_python: EnginePython, arguments: tuple[str, ...]) -> None:
     say(f"making the model {name} (once)")
     progress = Progress(f"model {name}")
     environ = {**environment_without_infera(), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -60,7 +62,7 @@ def _make(name: str, maker: Path, folder: Path, engine_python: EnginePython) -> 
     log.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="making-", dir=folder.parent) as temporary:
         output = Path(temporary) / "model"
-        argv = [str(engine_python.python), str(maker), str(output)]
+        argv = [str(engine_python.python), str(maker), str(output), *arguments]
         run_logged(argv, what=f"making {name}", log=log, limit_s=MAKE_LIMIT_S, environ=environ)
         _check(output)
         output.rename(folder)

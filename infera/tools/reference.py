@@ -31,6 +31,8 @@ TABLES = (
     "infera.commands.overlay",
     "infera.commands.model",
     "infera.commands.doctor",
+    "infera.commands.doctor_engine",
+    "infera.commands.doctor_prompts",
 )
 
 HEAD = """\

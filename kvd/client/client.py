@@ -28,6 +28,8 @@ STOCK_COUNT = 64
 """Extents a saving process asks to have reserved ahead."""
 TOUCHES_SAMPLED = 256
 """Records of one chain that `touch` tells of in one call."""
+PUT_FACTS_MAX = 64
+"""Kinds of puts whose C structs are kept."""
 NOTICES_MAX = 256
 """Hits and damage waiting to be told; the oldest is forgotten first, which costs accuracy, not bytes."""
 
@@ -42,6 +44,14 @@ class RecordSpec:
     group: int
     shard_bytes: tuple[int, ...]
     model: str
+    _hash: int = field(init=False, repr=False, compare=False)
+    """Worked out once: every look-up and every put finds its class by the spec."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.namespace, self.group, self.shard_bytes, self.model)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def full_mask(self) -> int:
@@ -111,7 +121,7 @@ class KvdClient:
         self._call_lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
-        self._last_put: tuple[Session, RecordSpec, CpuCopier, tuple[int, str, int, int], PutFacts] | None = None
+        self._put_facts: dict[tuple[RecordSpec, int, int, str, int, int], tuple[CpuCopier, PutFacts]] = {}
         self._said_unavailable = ""
         self._notices: collections.deque[tuple[Message, RecordSpec, bytes]] = collections.deque(maxlen=NOTICES_MAX)
         self.connects_total = 0
@@ -126,6 +136,11 @@ class KvdClient:
     def session(self) -> Session | None:
         """The current life, or None: daemon away, or this is a forked child, which is not a client."""
         return self._session if os.getpid() == self._pid else None
+
+    def set_specs(self, specs: Sequence[RecordSpec]) -> None:
+        """Store under other specs from now on. Until the daemon knows them everything under them is a miss."""
+        self._specs = list(specs)
+        self._wake.set()
 
     def close(self) -> None:
         """Leave. The caller has released its pins and finished its copies."""
@@ -144,14 +159,14 @@ class KvdClient:
     def probe_run(self, spec: RecordSpec, keys: bytes) -> int:
         """Number of leading keys present with all shards; 0 without a daemon."""
         session = self.session()
-        if session is None or not keys:
+        if session is None or not keys or spec not in session.class_ids:
             return 0
         return session.arena.probe_run(session.class_ids[spec], spec.full_mask, keys)
 
     def pin_run(self, spec: RecordSpec, keys: bytes) -> PinnedRun | None:
         """Pin the leading records of `keys`, as many as are (still) present; None for none."""
         session = self.session()
-        if session is None:
+        if session is None or spec not in session.class_ids:
             return None
         slots = session.arena.pin_run(session.class_ids[spec], spec.full_mask, keys)
         if not slots:
@@ -173,7 +188,7 @@ class KvdClient:
         if len(keys) % KEY_BYTES:
             raise ValueError(f"keys have {KEY_BYTES} bytes each; {len(keys)} bytes are not a whole number of them")
         session = self.session()
-        if session is None:
+        if session is None or spec not in session.class_ids:
             return 0
         return session.arena.touch(session.class_ids[spec], keys, TOUCHES_SAMPLED, rings=False)
 
@@ -202,7 +217,7 @@ class KvdClient:
         (see `kvd.retention`), for at most `ttl_s` seconds, on account of a tenant.
         """
         session = self.session()
-        if session is None or not keys:
+        if session is None or not keys or spec not in session.class_ids:
             return []
         arena = session.arena
         class_id = session.class_ids[spec]
@@ -233,28 +248,39 @@ class KvdClient:
         Raises:
             ValueError: when the copier's blocks are not as large as a shard.
         """
-        session = self.session()
-        if session is None or not block_ids:
-            return 0
-        facts = self._facts_for(session, spec, shard, copier, (retention, ttl_s or 0, tenant_tag))
-        saved = session.arena.put(facts, keys, depths_grains, block_ids)
+        terms: dict[str, Any] = {"retention": retention, "ttl_s": ttl_s, "tenant_tag": tenant_tag}
+        saved = self.put_ready(spec, shard, keys, depths_grains, copier, block_ids, **terms)
         if saved == len(block_ids):
             return saved
         rest = [keys[start : start + KEY_BYTES] for start in range(saved * KEY_BYTES, len(keys), KEY_BYTES)]
-        grants = self.reserve(
-            spec, shard, rest, depths_grains[saved:], retention=retention, ttl_s=ttl_s, tenant_tag=tenant_tag
-        )
+        grants = self.reserve(spec, shard, rest, depths_grains[saved:], **terms)
         blocks = block_ids[saved:]
         sums = copier.save([blocks[grant.position] for grant in grants], [grant.address for grant in grants])
         return saved + self.commit(grants, sums)
 
+    def put_ready(
+        self, spec: RecordSpec, shard: int, keys: bytes, depths_grains: Sequence[int], copier: CpuCopier,
+        block_ids: Sequence[int], *, retention: str = "short", ttl_s: int | None = None, tenant_tag: int = 0,
+    ) -> int:  # fmt: skip
+        """Like `put`, but only as many of the leading blocks as there is space reserved ahead for: it never waits.
+
+        Raises:
+            ValueError: when the copier's blocks are not as large as a shard.
+        """
+        session = self.session()
+        if session is None or not block_ids or spec not in session.class_ids:
+            return 0
+        facts = self._facts_for(session, spec, shard, copier, (retention, ttl_s or 0, tenant_tag))
+        return session.arena.put(facts, keys, depths_grains, block_ids)
+
     def _facts_for(
         self, session: Session, spec: RecordSpec, shard: int, copier: CpuCopier, terms: tuple[str, int, int]
     ) -> PutFacts:
-        """The facts of the last put when this one is like it, which it nearly always is."""
-        last = self._last_put
-        if last and last[0] is session and last[1] is spec and last[2] is copier and last[3] == (shard, *terms):
-            return last[4]
+        """The facts of an earlier put that was like this one, which there nearly always is."""
+        name = (spec, shard, session.class_ids[spec], *terms)
+        known = self._put_facts.get(name)
+        if known is not None and known[0] is copier:
+            return known[1]
         if copier.object_bytes != spec.shard_bytes[shard]:
             raise ValueError(
                 f"the copier moves {copier.object_bytes} bytes a block; a shard has {spec.shard_bytes[shard]} bytes"
@@ -264,7 +290,9 @@ class KvdClient:
             session.class_ids[spec], shard, copier.segments, flags=retention_number(retention), ttl_s=ttl_s,
             tenant_tag=tenant_tag,
         )  # fmt: skip
-        self._last_put = (session, spec, copier, (shard, *terms), facts)
+        if len(self._put_facts) >= PUT_FACTS_MAX:
+            self._put_facts.clear()
+        self._put_facts[name] = (copier, facts)
         return facts
 
     def commit(self, grants: Sequence[Grant], sums: Sequence[int]) -> int:
@@ -346,15 +374,7 @@ class KvdClient:
         arena = self._introduce(connection)
         session = Session(arena, {})
         for spec in self._specs:
-            request: dict[str, Any] = {
-                "namespace": spec.namespace.hex(),
-                "group": spec.group,
-                "model": spec.model,
-                "shard_bytes": list(spec.shard_bytes),
-            }
-            if self._saves_shard is not None:
-                request["stock"] = {"shard": self._saves_shard, "count": STOCK_COUNT}
-            opened = protocol.decode_json(connection.call(Message.OPEN, protocol.encode_json(request)))
+            opened = protocol.decode_json(connection.call(Message.OPEN, self._open_request(spec)))
             session.class_ids[spec] = int(opened["class_id"])
         with self._call_lock:
             if self._stopping:
@@ -364,6 +384,26 @@ class KvdClient:
         self._said_unavailable = ""
         self.connects_total += 1
         log.info("connected to infera-kvd at %s (instance %s)", self._path, arena.instance)
+
+    def _open_request(self, spec: RecordSpec) -> bytes:
+        request: dict[str, Any] = {
+            "namespace": spec.namespace.hex(),
+            "group": spec.group,
+            "model": spec.model,
+            "shard_bytes": list(spec.shard_bytes),
+        }
+        if self._saves_shard is not None:
+            request["stock"] = {"shard": self._saves_shard, "count": STOCK_COUNT}
+        return protocol.encode_json(request)
+
+    def _open_new_specs(self, session: Session) -> None:
+        """Make the daemon know the specs that `set_specs` named since this session began."""
+        for spec in self._specs:
+            if spec in session.class_ids:
+                continue
+            answer = self._call(Message.OPEN, self._open_request(spec), session.arena)
+            if answer is not None:
+                session.class_ids[spec] = int(protocol.decode_json(answer)["class_id"])
 
     def _introduce(self, connection: ClientConnection) -> Arena:
         """Say HELLO. A daemon that knows this process from before goes on with the same ledger.
@@ -390,7 +430,7 @@ class KvdClient:
 
     def _disconnect(self, reason: str) -> None:
         self._session = None
-        self._last_put = None
+        self._put_facts = {}
         connection, self._connection = self._connection, None
         if connection:
             connection.close()
@@ -414,10 +454,12 @@ class KvdClient:
             if self._connection is connection and connection.has_hung_up():
                 self._disconnect("infera-kvd went away")
                 return
+        if self._session is not None:
+            self._open_new_specs(self._session)
         while self._notices:
             message, spec, keys = self._notices.popleft()
             session = self._session
-            if session is not None:
+            if session is not None and spec in session.class_ids:
                 head = protocol.TOUCH_HEAD.pack(session.class_ids[spec])
                 self._call(message, head + keys[: protocol.BATCH_MAX * KEY_BYTES], session.arena)
 

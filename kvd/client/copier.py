@@ -5,9 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from infera_core import ffi, lib
+
+if TYPE_CHECKING:
+    from kvd.client.arena import Arena
 
 
 @dataclass(frozen=True)
@@ -23,15 +26,22 @@ class Segment:
 
 
 class BlockCopier(Protocol):
-    """Copies blocks; what a GPU copier will implement too. Addresses are in this process."""
+    """Copies blocks, in host memory (`CpuCopier`) or a device's (`DeviceCopier`). Addresses are in this process."""
 
     object_bytes: int
 
-    def save(self, block_ids: Sequence[int], addresses: Sequence[int]) -> list[int]:
-        """Copy each block to its contiguous object; returns the checksums of the bytes copied."""
+    def prepare(self, arena: Arena) -> None:
+        """Copies will go to and come from this arena. Cheap when it is the one of the last time."""
 
-    def load(self, block_ids: Sequence[int], addresses: Sequence[int]) -> list[int]:
-        """Copy each object into its block; returns the checksums of the bytes delivered."""
+    def mark(self) -> object:
+        """A point in the engine's work so far. Called by the thread that gives the engine its work."""
+
+    def save(self, block_ids: Sequence[int], addresses: Sequence[int], after: object = None) -> list[int]:
+        """Copy each block to its contiguous object, not before the work up to a mark is done; returns the checksums
+        of the bytes copied."""
+
+    def load(self, block_ids: Sequence[int], addresses: Sequence[int], after: object = None) -> list[int]:
+        """Copy each object into its block, likewise; returns the checksums of the bytes delivered."""
 
 
 class CpuCopier:
@@ -54,11 +64,18 @@ class CpuCopier:
         """C arrays of addresses, strides and sizes, and their length: for saving in one call."""
         return self._base, self._stride, self._bytes, self._count
 
-    def save(self, block_ids: Sequence[int], addresses: Sequence[int]) -> list[int]:
+    def prepare(self, arena: Arena) -> None:
+        """Nothing to do: both sides are memory of this process."""
+
+    def mark(self) -> object:
+        """None: an engine's work in host memory is done when it returns."""
+        return None
+
+    def save(self, block_ids: Sequence[int], addresses: Sequence[int], after: object = None) -> list[int]:
         """See BlockCopier."""
         return self._copy(lib.copy_blocks_gather, block_ids, addresses)
 
-    def load(self, block_ids: Sequence[int], addresses: Sequence[int]) -> list[int]:
+    def load(self, block_ids: Sequence[int], addresses: Sequence[int], after: object = None) -> list[int]:
         """See BlockCopier."""
         return self._copy(lib.copy_blocks_scatter, block_ids, addresses)
 

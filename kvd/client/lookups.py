@@ -59,6 +59,8 @@ class RepeatedLookups:
             return 0
         self._bring_up_to_date(session)
         known = self._answers.get(name)
+        if known is None and spec not in session.class_ids:
+            return 0  # the daemon does not know the spec yet
         return self._ask_first(session, name, spec, keys) if known is None else known
 
     def _begin(self, session: Session | None) -> None:

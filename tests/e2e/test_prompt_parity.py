@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 
@@ -10,6 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from infera.commands.doctor import main as doctor_main
+from infera.commands.doctor_prompts import REQUESTS
 from infera.prompt.segments import SegmentedTokenizer
 from infera.tools.models import prepare_smollm2, prepare_tiny
 from tests.support.engine_fixtures import EngineFleet
@@ -34,6 +37,15 @@ async def test_random_requests_of_every_kind_get_the_engines_ids() -> None:
     assert count.exact >= 200, count
     assert count.unknown_by_design > 0, count
     assert set(count.by_kind) == {"chat", "completions", "responses", "messages"}
+
+
+def test_doctor_compares_a_running_fleet(engine_fleet: EngineFleet, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor_main(["prompts", "--server", engine_fleet.url, "--json"]) == 0
+    reports = json.loads(capsys.readouterr().out)
+    assert [report["worker"] for report in reports] == sorted(engine_fleet.worker_ids)
+    for report in reports:
+        assert report["exact"] + report["refused"] == report["requests"] == len(REQUESTS), report
+        assert report["exact"] > 8
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Which engines are served, and that all others are refused in words."""
+"""Where blocks lie in tensors, and that what is not whole blocks is refused in words."""
 
 from __future__ import annotations
 
@@ -7,87 +7,90 @@ from typing import Any
 
 import pytest
 import torch
-from infera_vllm.layout import UnsupportedLayoutError, check_engine, segments
-from infera_vllm.namespace import namespace_of
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from infera_vllm.layout import group_copiers, segments
+from infera_vllm.plan import UnsupportedLayoutError
+
+from tests.inside_vllm.rig import make_plan
 
 
-def spec(kind: Any = FullAttentionSpec, **fields: Any) -> Any:
-    facts: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
-    return kind(**(facts | fields))
+def round_trip(kv_caches: dict[str, Any], num_blocks: int, chosen: list[int]) -> None:
+    """Saves some blocks, overwrites everything, loads them back: they are as before, and nothing else was touched."""
+    from kvd.client.copier import CpuCopier
+
+    copier = CpuCopier(segments(kv_caches, tuple(kv_caches), num_blocks))
+    saved = torch.zeros(len(chosen), copier.object_bytes, dtype=torch.uint8)
+    addresses = [saved[i].data_ptr() for i in range(len(chosen))]
+    before = {name: tensor.clone() for name, tensor in kv_caches.items()}
+    sums = copier.save(chosen, addresses)
+    for tensor in kv_caches.values():
+        tensor.fill_(0)
+    assert copier.load(chosen, addresses) == sums
+    for name, tensor in kv_caches.items():
+        parts = tensor.shape[0] // num_blocks
+        rows = [block * parts + part for block in chosen for part in range(parts)]
+        others = [row for row in range(tensor.shape[0]) if row not in rows]
+        assert torch.equal(tensor[rows], before[name][rows])
+        assert torch.count_nonzero(tensor[others]) == 0
 
 
-def engine(*specs: Any, **parallel: Any) -> tuple[Any, Any]:
-    config = SimpleNamespace(
-        speculative_config=parallel.pop("speculative", None),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, decode_context_parallel_size=1, tensor_parallel_size=1
-        ),
-        model_config=SimpleNamespace(
-            model="a-model", revision=None, dtype=torch.bfloat16, quantization=None, hf_overrides={},
-            hf_text_config=SimpleNamespace(),
-        ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-    )  # fmt: skip
-    for name, value in parallel.items():
-        setattr(config.parallel_config, name, value)
-    groups = [SimpleNamespace(kv_cache_spec=each, layer_names=["a", "b"]) for each in specs]
-    return config, SimpleNamespace(kv_cache_groups=groups, kv_cache_layout="LBHNC")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_blocks_of_one_run(dtype: torch.dtype) -> None:
+    round_trip({f"l{i}": filled(6, 2, 32, 16, dtype=dtype) for i in range(3)}, 6, [4, 1])
 
 
-def test_plain_full_attention_is_served() -> None:
-    assert check_engine(*engine(spec())).block_size == 32
+def test_layers_that_lie_inside_a_larger_block_row() -> None:
+    """Block-outermost layouts: all layers of a block lie together, so a layer's blocks are far apart."""
+    row = filled(6, 3, 2, 32, 16)
+    round_trip({f"l{i}": row[:, i] for i in range(3)}, 6, [5, 0])
+
+
+def test_heads_in_planes_of_their_own() -> None:
+    """Some backends keep each head's plane over all blocks: a block is one run for each head."""
+    planes = filled(2, 6, 32, 16)
+    round_trip({"l": planes.permute(1, 0, 2, 3)}, 6, [3, 2])
+
+
+def test_blocks_that_the_kernel_cuts_in_several() -> None:
+    round_trip({"l": filled(12, 2, 16, 16)}, 6, [1, 4])
+
+
+def filled(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    return torch.randint(1, 100, shape).to(dtype)
 
 
 @pytest.mark.parametrize(
-    ("made", "word"),
+    ("tensors", "word"),
     [
-        (engine(spec(), spec()), "groups"),
-        (engine(spec(SlidingWindowSpec, sliding_window=128)), "SlidingWindowSpec"),
-        (engine(spec(sliding_window=128)), "window"),
-        (engine(spec(MLAAttentionSpec, num_kv_heads=1)), "MLAAttentionSpec"),
-        (engine(spec(), speculative=object()), "speculative"),
-        (engine(spec(), pipeline_parallel_size=2), "pipeline"),
-        (engine(spec(block_size=8)), "multiple of 16"),
+        ({}, "no cache tensor"),
+        ({"l": torch.zeros(8, 2, 32, 16).transpose(2, 3)}, "contiguous"),
+        ({"l": torch.zeros(9, 2, 32, 16)}, "kernel blocks"),
     ],
 )
-def test_llm_d_router_2362_everything_else_is_refused_in_words(made: tuple[Any, Any], word: str) -> None:
+def test_tensors_that_are_not_whole_blocks_are_refused(tensors: dict[str, Any], word: str) -> None:
     with pytest.raises(UnsupportedLayoutError, match=word):
-        check_engine(*made)
+        segments(tensors, ("l",), 8)
 
 
-def test_tensors_that_are_not_whole_blocks_are_refused() -> None:
-    good = torch.zeros(8, 2, 32, 16)
-    assert [part.size_bytes for part in segments({"a": good}, ["a"], 8)] == [2 * 32 * 16 * 4]
-    assert [part.size_bytes for part in segments({"a": good}, ["a"], 4)] == [2 * 2 * 32 * 16 * 4]
-    for bad, blocks in ((good.permute(0, 2, 1, 3), 8), (good, 3), (torch.zeros(2, 8, 32, 16).transpose(0, 1), 8)):
-        with pytest.raises(UnsupportedLayoutError):
-            segments({"a": bad}, ["a"], blocks)
+def test_a_device_that_nothing_here_copies_from_is_refused() -> None:
+    elsewhere = SimpleNamespace(device=SimpleNamespace(type="tpu"))
+    with pytest.raises(UnsupportedLayoutError, match="tpu"):
+        group_copiers((), 0, {"l": elsewhere}, 8)
+
+
+def test_a_gpu_without_vllms_batched_copy_is_refused() -> None:
+    """This build of vLLM is for CPUs: it has none."""
+    elsewhere = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    with pytest.raises(UnsupportedLayoutError, match="swap_blocks_batch"):
+        group_copiers((), 0, {"l": elsewhere}, 8)
+
+
+def test_layers_that_share_a_tensor_are_refused() -> None:
+    shared = torch.zeros(8, 2, 32, 16)
     with pytest.raises(UnsupportedLayoutError, match="share"):
-        segments({"a": good, "b": good}, ["a", "b"], 8)
-    with pytest.raises(UnsupportedLayoutError, match="no cache tensor"):
-        segments({}, ["a"], 8)
+        segments({"a": shared, "b": shared}, ("a", "b"), 8)
 
 
-def test_vllm_55904_namespace_changes_with_whatever_shapes_a_block() -> None:
-    def digest(change: Any = None, version: str = "0.32.0", **fields: Any) -> bytes:
-        config, cache = engine(spec(**fields))
-        if change:
-            change(config, cache)
-        return namespace_of(config, cache, check_engine(config, cache), version)
-
-    changes = [
-        lambda c, k: setattr(c.model_config, "model", "another"),
-        lambda c, k: setattr(c.model_config, "revision", "r2"),
-        lambda c, k: setattr(c.model_config, "dtype", torch.float16),
-        lambda c, k: setattr(c.model_config, "quantization", "fp8"),
-        lambda c, k: setattr(c.model_config, "hf_overrides", {"rope_theta": 2}),
-        lambda c, k: setattr(c.cache_config, "cache_dtype", "fp8"),
-        lambda c, k: setattr(c.parallel_config, "tensor_parallel_size", 2),
-        lambda c, k: setattr(k, "kv_cache_layout", "LBNHC"),
-        lambda c, k: k.kv_cache_groups[0].layer_names.append("c"),
-    ]
-    digests = [digest(), digest(version="0.32.1"), digest(block_size=64), digest(head_size=32)]
-    digests += [digest(change) for change in changes]
-    assert digest() == digests[0]
-    assert len(set(digests)) == len(digests)
+def test_a_block_of_another_size_than_planned_is_refused() -> None:
+    plan = make_plan([("a",)], 1)
+    with pytest.raises(UnsupportedLayoutError, match="the scheduler expects"):
+        group_copiers(plan.groups, 0, {"a": torch.zeros(8, 2, 32, 16)}, 8)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 API_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 CLI_MODULE = "vllm.entrypoints.cli.main"
@@ -16,22 +19,38 @@ class ServeArguments:
     argv: list[str]
     start: int
 
-    def find(self, flag: str) -> str | None:
+    def find(self, flag: str, *, dotted: bool = True) -> str | None:
         """The last value given for a flag; "" for a flag without one; None when it is absent.
 
-        vLLM takes `--a-b`, `--a_b`, `--a=v`, and `--a.key v` for JSON flags; all count.
+        vLLM takes `--a-b`, `--a_b`, `--a=v`, and `--a.key v` for JSON flags; all count, the last form where `dotted`.
         """
-        value: str | None = None
-        arguments = self.argv[self.start :]
-        for position, argument in enumerate(arguments):
-            name, equals, inline = argument.partition("=")
-            if not name.startswith("--"):
+        given = [value for _, key, value, _ in self._given(flag) if dotted or not key]
+        return given[-1] if given else self._find_in_config_file(flag)
+
+    def find_keys(self, flag: str) -> dict[str, Any]:
+        """What is given as `--flag.key value`; values are JSON where they can be read as that, as vLLM reads them."""
+        return {key: _json_or_text(value) for _, key, value, _ in self._given(flag) if key}
+
+    def replace(self, flag: str, value: str) -> None:
+        """Give a flag this value and no other."""
+        for position, _, _, words in reversed(list(self._given(flag))):
+            del self.argv[position : position + words]
+        self.add(flag, value)
+
+    def _given(self, flag: str) -> Iterator[tuple[int, str, str, int]]:
+        """Each place where a flag is given: position in argv, key after the dot, value, words it takes."""
+        for position in range(self.start, len(self.argv)):
+            name, equals, inline = self.argv[position].partition("=")
+            stem, _, key = name.partition(".")
+            if not name.startswith("--") or stem.replace("_", "-") != flag:
                 continue
-            if name.partition(".")[0].replace("_", "-") != flag:
-                continue
-            following = arguments[position + 1] if position + 1 < len(arguments) else ""
-            value = inline if equals else ("" if following.startswith("--") else following)
-        return value if value is not None else self._find_in_config_file(flag)
+            following = self.argv[position + 1] if position + 1 < len(self.argv) else "--"
+            if equals:
+                yield position, key, inline, 1
+            elif following.startswith("--"):
+                yield position, key, "", 1
+            else:
+                yield position, key, following, 2
 
     def _find_in_config_file(self, flag: str) -> str | None:
         """A flag set in the file given by --config, which vLLM merges before its own parsing."""
@@ -50,6 +69,13 @@ class ServeArguments:
     def add(self, flag: str, value: str | None = None) -> None:
         """Append a flag."""
         self.argv += [flag] if value is None else [flag, value]
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def find_serve_arguments(argv: list[str], original_argv: list[str]) -> ServeArguments | None:

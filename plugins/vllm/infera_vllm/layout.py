@@ -1,81 +1,85 @@
-"""What a block of this engine consists of. Anything not understood exactly is refused in words."""
+"""Where the blocks of a group lie in this rank's tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from infera_core.keys import GRAIN_TOKENS
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import group_kernel_blocks
 
-from kvd.client.copier import Segment
-
-
-class UnsupportedLayoutError(Exception):
-    """This model's cache is not one the connector can keep; the text says what about it."""
+from infera_vllm.plan import GroupPlan, UnsupportedLayoutError
+from kvd.client.copier import BlockCopier, CpuCopier, Segment
+from kvd.client.device_copier import Device, DeviceCopier
 
 
-def check_engine(config: Any, kv_cache_config: Any) -> FullAttentionSpec:
-    """The one attention spec of an engine whose blocks can be kept.
+def group_copiers(
+    groups: tuple[GroupPlan, ...], shard: int, kv_caches: Mapping[str, Any], num_blocks: int
+) -> dict[int, BlockCopier]:
+    """A copier for each group, by its position, moving whole blocks of this rank.
 
     Raises:
-        UnsupportedLayoutError: for whatever is not plain full attention, in one group, on one
-            pipeline stage.
+        UnsupportedLayoutError: when the tensors are not as the plan says, or where nothing here can copy from.
     """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise UnsupportedLayoutError(f"the model has {len(groups)} KV cache groups (hybrid attention)")
-    if config.speculative_config is not None:
-        raise UnsupportedLayoutError("speculative decoding is configured")
-    parallel = config.parallel_config
-    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        raise UnsupportedLayoutError("pipeline or context parallelism is configured")
-    spec = groups[0].kv_cache_spec
-    specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    # Exactly this type: its subclasses keep other things in a block.
-    if any(type(layer) is not FullAttentionSpec for layer in specs):
-        raise UnsupportedLayoutError(f"the cache is not plain full attention ({type(specs[0]).__name__})")
-    if len({layer.page_size_bytes for layer in specs}) != 1:
-        raise UnsupportedLayoutError("layers have pages of different sizes")
-    first = specs[0]
-    if first.sliding_window is not None or first.attention_chunk_size is not None:
-        raise UnsupportedLayoutError("a sliding or chunked attention window is configured")
-    if first.block_size % GRAIN_TOKENS:
-        raise UnsupportedLayoutError(f"block size {first.block_size} is not a multiple of {GRAIN_TOKENS} tokens")
-    return first
+    device = _device_of(kv_caches)
+    copiers: dict[int, BlockCopier] = {}
+    for group in groups:
+        parts = segments(kv_caches, group.layers, num_blocks)
+        copier = CpuCopier(parts) if device is None else DeviceCopier(parts, device)
+        expected_bytes = group.spec.shard_bytes[shard]
+        if copier.object_bytes != expected_bytes:
+            raise UnsupportedLayoutError(
+                f"a block of group {group.position} has {copier.object_bytes} bytes here, "
+                f"the scheduler expects {expected_bytes}"
+            )
+        copiers[group.position] = copier
+    return copiers
 
 
-def block_bytes(kv_cache_config: Any, spec: FullAttentionSpec) -> int:
-    """Bytes of one block on one rank, over all layers, as the scheduler can know it."""
-    return int(spec.page_size_bytes) * len(kv_cache_config.kv_cache_groups[0].layer_names)
+def _device_of(kv_caches: Mapping[str, Any]) -> Device | None:
+    """The GPU the cache is on; None for host memory."""
+    kinds = {tensor.device.type for tensor in kv_caches.values()}
+    if kinds <= {"cpu"}:
+        return None
+    if kinds != {"cuda"}:  # ROCm goes by this name too
+        raise UnsupportedLayoutError(f"the cache is on {', '.join(sorted(kinds))}, which nothing here can copy from")
+    from infera_vllm.device import TorchDevice
+
+    try:
+        return TorchDevice()
+    except RuntimeError as error:
+        raise UnsupportedLayoutError(str(error)) from error
 
 
-def segments(kv_caches: Mapping[str, Any], layer_names: list[str], num_blocks: int) -> list[Segment]:
-    """One segment for each layer, in the order of the group.
+def segments(kv_caches: Mapping[str, Any], layer_names: tuple[str, ...], num_blocks: int) -> list[Segment]:
+    """The parts of a block, layer by layer in the order of the group.
 
-    A layer's tensor is a [blocks, heads, tokens, content] view in which a block must be one
-    contiguous run; the kernel may cut a block in several (dimension 0 is then a multiple).
+    A layer's tensor is a [blocks, heads, tokens, content] view, blocks being the manager's. What of a block is not
+    contiguous (heads in planes of their own) is a part for each head. Layers that share a tensor count once each:
+    sharing within a group is refused, since saving the same bytes twice would hide a mistake in the plan.
 
     Raises:
-        UnsupportedLayoutError: when a tensor is not like that, or not in host memory.
+        UnsupportedLayoutError: when a tensor is missing, or strided within a head.
     """
     found: list[Segment] = []
     for name in layer_names:
         tensor = kv_caches.get(name)
         if tensor is None:
             raise UnsupportedLayoutError(f"layer {name} has no cache tensor")
-        if tensor.device.type != "cpu":
-            raise UnsupportedLayoutError(f"the cache is on {tensor.device}; this version copies host memory only")
-        if tensor.shape[0] % num_blocks or not tensor[0].is_contiguous():
-            raise UnsupportedLayoutError(
-                f"a block of {name} is not one contiguous run (layout {tuple(tensor.stride())})"
-            )
-        parts = tensor.shape[0] // num_blocks
-        size = tensor[0].numel() * tensor.element_size()
-        stride = tensor.stride(0) * tensor.element_size()
-        if parts > 1 and stride != size:
-            raise UnsupportedLayoutError(f"kernel blocks of {name} do not lie together")
-        found.append(Segment(tensor.data_ptr(), stride * parts, size * parts))
+        if tensor.shape[0] % num_blocks:
+            raise UnsupportedLayoutError(f"{name} has {tensor.shape[0]} kernel blocks for {num_blocks} blocks")
+        found += _segments_of(name, group_kernel_blocks(tensor, num_blocks))
     if len({segment.address for segment in found}) != len(found):
-        raise UnsupportedLayoutError("layers share one cache tensor")
+        raise UnsupportedLayoutError("layers of one group share a cache tensor")
     return found
+
+
+def _segments_of(name: str, blocks: Any) -> list[Segment]:
+    item_bytes = blocks.element_size()
+    stride_bytes = blocks.stride(0) * item_bytes
+    block = blocks[0]
+    if block.is_contiguous():
+        return [Segment(blocks.data_ptr(), stride_bytes, block.numel() * item_bytes)]
+    parts = [block[index] for index in range(block.shape[0])]
+    if not all(part.is_contiguous() for part in parts):
+        raise UnsupportedLayoutError(f"a head of {name} is not one contiguous run (strides {tuple(blocks.stride())})")
+    return [Segment(part.data_ptr(), stride_bytes, part.numel() * item_bytes) for part in parts]

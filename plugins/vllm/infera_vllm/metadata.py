@@ -9,59 +9,94 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+UNABLE = "rank_unable"
+"""The failure of every load of a rank that cannot copy."""
+
+
+@dataclass
+class GroupLoad:
+    """Blocks of one group to fill from pinned records: `slots[i]` (index slot) belongs to `block_ids[i]`."""
+
+    position: int
+    block_ids: list[int]
+    slots: list[int]
+
 
 @dataclass
 class LoadOrder:
-    """Blocks to fill from pinned records.
-
-    `slots[i]` (index slot) belongs to `block_ids[i]`. `lost_block_ids` were promised but their
-    records are gone: they must be reported as failed.
-    """
+    """One request's load. `lost_block_ids` were promised and their records are gone: the load fails, but of a single
+    group what comes before them is loaded all the same. Without an `instance` nothing is."""
 
     load_id: int
     request_id: str
     instance: str
-    block_ids: list[int]
-    slots: list[int]
+    groups: list[GroupLoad]
     lost_block_ids: list[int]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks that were to be filled, over all groups."""
+        return [block_id for group in self.groups for block_id in group.block_ids] + self.lost_block_ids
 
 
 @dataclass
 class SaveOrder:
-    """Blocks that are complete when this step is done. `keys` has 16 bytes a block."""
+    """Blocks of one group that are complete when this step is done. `keys` has 16 bytes a block."""
 
-    request_id: str
+    save_id: int
+    position: int
     block_ids: list[int]
     keys: bytes
     depths_grains: list[int]
+    retention: str
+    ttl_s: int | None
 
 
 @dataclass
 class InferaMetadata(KVConnectorMetadata):
-    """One step's orders."""
+    """One step's orders. The step writes to the blocks in `give_up`: saves of them must not go on."""
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    give_up: list[int] = field(default_factory=list)
+    epoch: str = ""
+
+
+@dataclass
+class LoadReport:
+    """How a load ended on some ranks. `damaged` are (group, position in its order) whose bytes were wrong."""
+
+    ranks: int
+    seconds: float
+    size_bytes: int
+    failure: str = ""
+    damaged: set[tuple[int, int]] = field(default_factory=set)
+
+    def merged(self, other: LoadReport) -> LoadReport:
+        """Both ranks' reports as one."""
+        return LoadReport(
+            self.ranks + other.ranks,
+            max(self.seconds, other.seconds),
+            self.size_bytes + other.size_bytes,
+            self.failure or other.failure,
+            self.damaged | other.damaged,
+        )
 
 
 @dataclass
 class InferaWorkerMetadata(KVConnectorWorkerMetadata):
-    """Which loads are over, and on how many ranks: only then may their pins go.
+    """Loads and saves that are over, and on how many ranks: only then may pins go and blocks be forgotten."""
 
-    `damaged` names, for a load, the positions whose bytes did not match their checksum.
-    """
-
-    loads_done: dict[int, int]
-    failed_blocks: int = 0
-    damaged: dict[int, set[int]] = field(default_factory=dict)
+    loads: dict[int, LoadReport] = field(default_factory=dict)
+    saves: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add up what another rank reports of the same step."""
         assert isinstance(other, InferaWorkerMetadata)
-        ranks = dict(self.loads_done)
-        for load_id, count in other.loads_done.items():
-            ranks[load_id] = ranks.get(load_id, 0) + count
-        damaged = dict(self.damaged)
-        for load_id, positions in other.damaged.items():
-            damaged[load_id] = damaged.get(load_id, set()) | positions
-        return InferaWorkerMetadata(ranks, self.failed_blocks + other.failed_blocks, damaged)
+        loads = dict(self.loads)
+        for load_id, report in other.loads.items():
+            loads[load_id] = loads[load_id].merged(report) if load_id in loads else report
+        saves = dict(self.saves)
+        for save_id, ranks in other.saves.items():
+            saves[save_id] = saves.get(save_id, 0) + ranks
+        return InferaWorkerMetadata(loads, saves)

@@ -10,14 +10,8 @@ import msgspec
 from infera.hooks.spec import Launch, Wiring
 from infera_vllm.arguments import ServeArguments
 from infera_vllm.render_profile import render_profile
+from infera_vllm.transfer_config import combine
 
-CONNECTOR = {
-    "kv_connector": "InferaConnector",
-    "kv_connector_module_path": "infera_vllm.connector",
-    "kv_role": "kv_both",
-    # vLLM's default is to fail the request; a cache must never do that.
-    "kv_load_failure_policy": "recompute",
-}
 SOCKET_PATH_BYTES_MAX = 107
 ENGINE_FACTS = "INFERA_ENGINE_FACTS"
 DEFAULT_PORT = 8000
@@ -58,13 +52,27 @@ def _wire_connector(launch: Launch, arguments: ServeArguments, wiring: Wiring) -
     socket = launch.environ.get("INFERA_KVD_SOCKET")
     if not socket:
         return None
-    if arguments.find("--kv-transfer-config") is not None:
-        wiring.notes.append("--kv-transfer-config is yours and is left alone: kvd is not used by this engine")
+    if arguments.find("--kv-offloading-size") is not None:
+        wiring.notes.append("--kv-offloading-size makes vLLM choose its own connector: kvd is not used by this engine")
         return None
-    arguments.add("--kv-transfer-config", json.dumps(CONNECTOR, separators=(",", ":")))
+    combined = combine(_given_transfer_config(arguments))
+    wiring.notes.extend(combined.notes)
+    if not combined.uses_kvd:
+        return None
+    if combined.config is not None:
+        arguments.replace("--kv-transfer-config", json.dumps(combined.config, separators=(",", ":")))
     launch.environ[ENGINE_FACTS] = str(Path(launch.runtime_dir) / f"engine-{launch.incarnation}.json")
     wiring.notes.append(f"KV blocks are kept in infera-kvd at {socket}")
     return socket
+
+
+def _given_transfer_config(arguments: ServeArguments) -> str | None:
+    """The user's --kv-transfer-config as JSON, also where it is given key by key (--kv-transfer-config.key value)."""
+    whole = arguments.find("--kv-transfer-config", dotted=False)
+    keys = arguments.find_keys("--kv-transfer-config")
+    if not keys:
+        return whole
+    return json.dumps(keys) if whole is None else "both a JSON value and single keys"
 
 
 def _wire_events(launch: Launch, arguments: ServeArguments, wiring: Wiring) -> dict[str, object]:

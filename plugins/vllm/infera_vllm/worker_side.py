@@ -1,80 +1,112 @@
-"""A worker's half: moves blocks between this rank's cache tensors and the arena."""
+"""A worker's half: what one rank does with the orders of a step, and what it reports."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from infera_vllm.metadata import InferaWorkerMetadata, LoadOrder, SaveOrder
-from kvd.client.client import KvdClient, RecordSpec
-from kvd.client.copier import CpuCopier
-
-log = logging.getLogger("infera.vllm")
+from infera_vllm.faults import LoadFaults
+from infera_vllm.metadata import UNABLE, InferaMetadata, InferaWorkerMetadata, LoadOrder, LoadReport
+from infera_vllm.plan import EnginePlan
+from infera_vllm.stats import InferaStats
+from infera_vllm.worker_loads import DEADLINE_S, EndedOrder, WorkerLoads
+from infera_vllm.worker_saves import WorkerSaves
+from kvd.client.client import KvdClient
+from kvd.client.copier import BlockCopier
 
 
 class WorkerSide:
-    """One rank's half. Called from the worker's thread only."""
+    """One rank's half. Called from the worker's thread only; copies run in two threads of their own.
 
-    def __init__(self, client: KvdClient, spec: RecordSpec, shard: int, copier: CpuCopier) -> None:
+    A rank that cannot copy (its `copiers` are None) reports every load as failed, so that no request waits for it.
+    """
+
+    def __init__(
+        self, client: KvdClient, plan: EnginePlan, shard: int, *, is_writer: bool,
+        copiers: Mapping[int, BlockCopier] | None, faults: LoadFaults, deadline_s: float = DEADLINE_S,
+    ) -> None:  # fmt: skip
         self._client = client
-        self._spec = spec
-        self._shard = shard
-        self._copier = copier
-        self._failed: set[int] = set()
-        self._done: dict[int, int] = {}
-        self._damaged: dict[int, set[int]] = {}
-        self._failed_in_step = 0
+        self._first_plan = self._plan = plan
+        self._is_writer = is_writer
+        self._has_groups = len(plan.groups) > 1
+        self._loads = WorkerLoads(client, copiers, shard, faults, deadline_s) if copiers is not None else None
+        self._saves = WorkerSaves(client, copiers, shard) if copiers is not None and is_writer else None
+        self._epoch = ""
+        self._ended: list[EndedOrder] = []
+        self._ended_saves: list[int] = []
+        self._report = InferaWorkerMetadata()
+        self._failed_block_ids: set[int] = set()
+        self.stats = InferaStats()
 
-    def load(self, orders: Sequence[LoadOrder]) -> None:
-        """Fill blocks from the arena before the step computes. What fails is reported, not raised."""
+    def begin_step(self, orders: InferaMetadata) -> None:
+        """Before the step writes to anything."""
+        if orders.epoch != self._epoch:
+            self._epoch = orders.epoch
+            self._plan = self._first_plan.in_epoch(orders.epoch)
+            self._client.set_specs(self._plan.specs)
+        if self._saves is not None:
+            self._saves.give_up(orders.give_up)
+
+    def load(self, orders: list[LoadOrder]) -> None:
+        """Begin loads; they go on in the background."""
         for order in orders:
-            failed = set(order.lost_block_ids) | self._load_one(order)
-            if failed:
-                log.warning(
-                    "request %s: %d of %d cached blocks could not be used and are computed again",
-                    order.request_id, len(failed), len(order.block_ids) + len(order.lost_block_ids),
-                )  # fmt: skip
-            self._failed |= failed
-            self._failed_in_step += len(failed)
-            self._done[order.load_id] = 1
+            if self._loads is not None:
+                self._loads.submit(order)
+            else:
+                self._ended.append(EndedOrder(order, LoadReport(1, 0.0, 0, UNABLE)))
 
-    def _load_one(self, order: LoadOrder) -> set[int]:
-        """Blocks of this order that do not hold the right bytes now."""
-        if not order.block_ids:
-            return set()
-        session = self._client.session()
-        if session is None or session.arena.instance != order.instance:
-            return set(order.block_ids)
-        arena = session.arena
-        places = [arena.locate(slot, self._shard) for slot in order.slots]
-        sound = [place for place in places if place and place.size_bytes >= self._copier.object_bytes]
-        if len(sound) != len(places):
-            return set(order.block_ids)
-        addresses = [arena.data_address + place.offset_bytes for place in sound]
-        delivered = self._copier.load(order.block_ids, addresses)
-        damaged = {position for position, place in enumerate(sound) if delivered[position] != place.checksum}
-        if damaged:
-            self._damaged[order.load_id] = damaged
-        return {order.block_ids[position] for position in damaged}
+    def save(self, orders: InferaMetadata) -> None:
+        """Begin to save what the step completed."""
+        for order in orders.saves:
+            if self._saves is not None:
+                self._saves.submit(order, self._plan.groups[order.position].spec)
+            else:
+                self._ended_saves.append(order.save_id)
 
-    def save(self, orders: Sequence[SaveOrder]) -> None:
-        """Copy completed blocks into the arena.
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads are over on this rank, and those among them whose loads failed.
 
-        After a failed load in the same step nothing is saved: what was computed on top of the bad
-        blocks is wrong, and other requests may share them.
+        In a model with one cache group a failure is told by its blocks instead: see `take_failed_blocks`.
         """
-        if self._failed_in_step:
-            return
-        for order in orders:
-            self._client.put(self._spec, self._shard, order.keys, order.depths_grains, self._copier, order.block_ids)
+        over, failed = set(), set()
+        ended, self._ended = self._ended, []
+        for load in ended + (self._loads.take_ended() if self._loads is not None else []):
+            over.add(load.order.request_id)
+            self._report.loads[load.order.load_id] = load.report
+            if load.report.failure:
+                self.stats.add("damaged_blocks", len(load.report.damaged))
+                if self._has_groups:
+                    failed.add(load.order.request_id)
+                else:
+                    self._failed_block_ids |= set(load.order.block_ids[load.good_blocks :])
+            else:
+                self.stats.add("loaded_blocks", len(load.order.block_ids))
+                self.stats.add("loaded_bytes", load.report.size_bytes)
+        return over, failed
 
-    def take_failed(self) -> set[int]:
-        """Blocks to compute again, once."""
-        failed, self._failed = self._failed, set()
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks vLLM must compute again, once."""
+        failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
 
     def report(self) -> InferaWorkerMetadata | None:
         """What the scheduler's half must know of this step, once."""
-        report = InferaWorkerMetadata(self._done, self._failed_in_step, self._damaged)
-        self._done, self._failed_in_step, self._damaged = {}, 0, {}
-        return report if report.loads_done else None
+        saves = self._ended_saves + (self._saves.take_ended() if self._saves is not None else [])
+        self._ended_saves = []
+        report, self._report = self._report, InferaWorkerMetadata()
+        report.saves = dict.fromkeys(saves, 1)
+        return report if report.loads or report.saves else None
+
+    def take_stats(self) -> InferaStats | None:
+        """What was counted since the last call, by the threads too."""
+        saved = self._saves.take_stats() if self._saves is not None else None
+        if saved is not None:
+            for name, amount in saved.data.items():
+                self.stats.add(name, amount)
+        return self.stats.take()
+
+    def close(self) -> None:
+        """End the threads; nothing is copied any more."""
+        if self._loads is not None:
+            self._loads.close()
+        if self._saves is not None:
+            self._saves.close()

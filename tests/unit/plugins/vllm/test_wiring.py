@@ -35,11 +35,49 @@ def test_fleet_member_gets_everything() -> None:
     assert (wiring.agent["event_topic"], wiring.agent["event_endpoint"]) == (events["topic"], events["endpoint"])
 
 
-def test_users_own_connector_is_left_alone_and_said() -> None:
+def test_users_own_connector_is_kept_beside_ours_and_said() -> None:
     arguments, wiring, _ = wired(["--kv-transfer-config", '{"kv_connector":"NixlConnector"}'], **FLEET)
     assert arguments.argv.count("--kv-transfer-config") == 1
+    config = json.loads(arguments.find("--kv-transfer-config") or "")
+    children = config["kv_connector_extra_config"]["connectors"]
+    assert [child["kv_connector"] for child in children] == ["NixlConnector", "InferaConnector"]
+    assert wiring.agent["kvd_socket"] == "/run/kvd.sock"
+    assert any("side by side" in note for note in wiring.notes)
+
+
+def test_a_configuration_given_key_by_key_is_one() -> None:
+    flags = [
+        "--kv-transfer-config.kv_connector",
+        "NixlConnector",
+        "--kv-transfer-config.kv_role=kv_both",
+        "--port",
+        "9",
+    ]
+    arguments, _, _ = wired(flags, **FLEET)
+    config = json.loads(arguments.find("--kv-transfer-config") or "")
+    assert config["kv_connector"] == "MultiConnector"
+    assert config["kv_connector_extra_config"]["connectors"][0] == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+    }
+    assert not any("kv-transfer-config." in word for word in arguments.argv)
+    assert arguments.find("--port") == "9"
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--kv-transfer-config", "no json"], "left to vLLM"),
+        (["--kv-transfer-config", "{}", "--kv-transfer-config.kv_connector", "X"], "left to vLLM"),
+        (["--kv-offloading-size", "8"], "its own connector"),
+    ],
+)
+def test_vllm_26452_what_cannot_be_combined_is_said_before_the_engine_starts(flags: list[str], word: str) -> None:
+    arguments, wiring, environ = wired(flags, **FLEET)
     assert wiring.agent["kvd_socket"] is None
-    assert any("left alone" in note for note in wiring.notes)
+    assert any(word in note for note in wiring.notes)
+    assert "INFERA_ENGINE_FACTS" not in environ
+    assert arguments.argv[3 : 3 + len(flags)] == flags
 
 
 def test_users_own_events_are_used() -> None:
