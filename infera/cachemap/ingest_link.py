@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 import socket
+import subprocess
 import sys
 import time
 from typing import Final
@@ -30,6 +31,7 @@ from infera.cachemap.ingest_wire import (
     ToServer,
     WireError,
     address,
+    peer_user,
     receive,
     send,
 )
@@ -52,7 +54,8 @@ _log = logging.getLogger(__name__)
 
 
 class IngestLink:
-    """See fleet_cache.Ingest. With ``name`` it joins an ingest process that another server looks after."""
+    """See fleet_cache.Ingest. Servers of one user on one host that have the same ``name`` share an ingest process:
+    the first starts it, and it ends when the last is gone."""
 
     def __init__(self, entry_limit: int = ENTRY_LIMIT_DEFAULT, name: str | None = None) -> None:
         self.reader: MapReader | None = None
@@ -60,26 +63,27 @@ class IngestLink:
         self.load_lane: LoadLane | None = None
         self.restarts = 0
         self._entry_limit = entry_limit
-        self._joined_name = name
+        self._shared_name = f"{os.getuid()}-{name}" if name is not None else None
         self._load_memory: mmap.mmap | None = None
         self._records: dict[str, WorkerRecord] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._problems: tuple[str, ...] = ()
         self._why_down = "it is starting"
         self._down_since_s = time.monotonic()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the ingest process; does not wait until it is there."""
+        """Start or join the ingest process; does not wait until it is there."""
         self._task = asyncio.create_task(self._run(), name="the cache map's ingest process")
 
     async def close(self) -> None:
-        """Stop it and forget the map."""
+        """Forget the map, and stop the process unless others may use it: then it ends by itself."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._end_process()
+        if self._shared_name is None:
+            await self._end_process()
 
     def add_worker(self, record: WorkerRecord) -> None:
         """Follow a worker's events, and its kvd's."""
@@ -134,10 +138,12 @@ class IngestLink:
             await asyncio.sleep(pause_s)
 
     async def _follow(self) -> None:
-        name = self._joined_name or secrets.token_hex(16)
-        if self._joined_name is None:
-            await self._start_process(name)
-        connection = await self._connect(name)
+        connection = try_to_connect(self._shared_name) if self._shared_name is not None else None
+        if connection is None:
+            name = self._shared_name or secrets.token_hex(16)
+            self._start_process(name)
+            connection = await self._connect(name)
+        await self._read_hello(connection)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         try:
             self._writer = writer
@@ -180,34 +186,29 @@ class IngestLink:
         elif memory is not None:
             self.load_lane = LoadLane(memory, number)
 
-    async def _start_process(self, name: str) -> None:
-        # A session of its own: Ctrl-C is for the server, which stops it in order.
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "infera.cachemap.ingest", "--name", name, "--entries", str(self._entry_limit)),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    def _start_process(self, name: str) -> None:
+        # A session of its own: Ctrl-C is for the server, which stops it in order. Not asyncio's: it would be killed
+        # with this loop, under the eyes of others who share it.
+        command = [sys.executable, "-m", "infera.cachemap.ingest", "--name", name, "--entries", str(self._entry_limit)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     async def _connect(self, name: str) -> socket.socket:
-        """Connects as soon as somebody listens, and maps the memory."""
+        """Connects as soon as somebody listens. Who starts it at the same moment as we may be quicker."""
         async with asyncio.timeout(START_S_MAX):
-            while True:
-                if self._process is not None and self._process.returncode is not None:
-                    raise WireError(f"it ended with status {self._process.returncode}")
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                try:
-                    connection.connect(address(name))
-                    break
-                except OSError:
-                    connection.close()
-                    await asyncio.sleep(CONNECT_PAUSE_S)
+            while (connection := try_to_connect(name)) is None:
+                if self._process is not None and (status := self._process.poll()) is not None:
+                    raise WireError(f"it ended with status {status}")
+                await asyncio.sleep(CONNECT_PAUSE_S)
+        return connection
+
+    async def _read_hello(self, connection: socket.socket) -> None:
+        """Maps the memory."""
         try:
             self.reader, self._load_memory = await asyncio.to_thread(_read_hello, connection)
         except BaseException:
             connection.close()
             raise
         connection.setblocking(False)
-        return connection
 
     def _forget(self) -> None:
         self._writer = None
@@ -219,14 +220,32 @@ class IngestLink:
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None
-        if process is None or process.returncode is not None:
+        if process is None or process.poll() is not None:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), STOP_S_MAX)
-        except TimeoutError:
+            await asyncio.to_thread(process.wait, STOP_S_MAX)
+        except subprocess.TimeoutExpired:
             process.kill()
-            await process.wait()
+            await asyncio.to_thread(process.wait)
+
+
+def try_to_connect(name: str) -> socket.socket | None:
+    """A connection to the ingest process of that name; None while nobody listens.
+
+    Raises:
+        WireError: when it belongs to another user: the name is for anybody to take.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(address(name))
+    except OSError:
+        connection.close()
+        return None
+    if peer_user(connection) != os.getuid():
+        connection.close()
+        raise WireError(f"the ingest process {name} belongs to another user; choose another name")
+    return connection
 
 
 def _read_hello(connection: socket.socket) -> tuple[MapReader, mmap.mmap]:

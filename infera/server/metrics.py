@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -117,6 +118,7 @@ class FleetCollector(Collector):
             count = sum(self._core.loads.of(place.key).active_requests for place in worker.places)
             active.add_metric([worker.record.worker_id], count)
         yield active
+        yield self._shared_requests()
         yield from session_metrics(self._core.sessions)
         yield GaugeMetricFamily(
             "infera_cachemap_entries", "Blocks known, over all workers and tiers.", value=self._cache.entry_count
@@ -128,6 +130,15 @@ class FleetCollector(Collector):
             for outcome, count in sorted(self._cache.counters(source).items()):
                 events.add_metric([source, outcome], count)
         yield events
+
+    def _shared_requests(self) -> Metric:
+        keys = [place.key for worker in self._fleet.workers.values() for place in worker.places]
+        peers = self._core.peers.at(keys, [0.0] * len(keys), time.monotonic())
+        return GaugeMetricFamily(
+            "infera_router_shared_requests",
+            "Requests that other servers of this host have under way at our workers.",
+            value=sum(peer.requests for peer in peers),
+        )
 
 
 def session_metrics(sessions: SessionTable) -> Iterator[Metric]:

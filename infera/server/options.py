@@ -43,6 +43,13 @@ def parse_ttl_s(text: str) -> float:
     return float(text)
 
 
+def parse_map_name(text: str) -> str:
+    """A name that fits a socket's address. Raises OptionError."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text):
+        raise OptionError(f"{text!r} is no name: letters, digits, dots, dashes and underscores, at most 64")
+    return text
+
+
 PROGRAM: Final = Program(
     name="python -m infera.server",
     summary="Serves one OpenAI-compatible endpoint in front of all registered workers.",
@@ -187,6 +194,14 @@ PROGRAM: Final = Program(
             section="Routing",
         ),
         Option(
+            "--shared-map",
+            "Keep one cache map with the other servers of this host that have the same NAME, and see their load.",
+            parse=parse_map_name,
+            env="INFERA_SHARED_MAP",
+            metavar="NAME",
+            section="Routing",
+        ),
+        Option(
             "--router-backend",
             "Implementation of the router.",
             default="python",
@@ -272,6 +287,7 @@ class ServerConfig:
     session_affinity: AffinityMode = "off"
     session_affinity_ttl_s: float = TTL_S_DEFAULT
     pd_prefill_guard_release: GuardRelease = "decode"
+    shared_map: str | None = None
     router_backend: str = "python"
     router_tokenizer_path: Path | None = None
     join_token: str | None = None
@@ -318,6 +334,7 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
         session_affinity=values.session_affinity,
         session_affinity_ttl_s=values.session_affinity_ttl_seconds,
         pd_prefill_guard_release=values.pd_prefill_guard_release,
+        shared_map=values.shared_map,
         router_backend=values.router_backend,
         router_tokenizer_path=values.router_tokenizer_path,
         join_token=values.join_token,

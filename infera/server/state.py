@@ -143,7 +143,7 @@ class ServerState:
 
 def make_state(config: ServerConfig) -> ServerState:
     """A new server's parts."""
-    cache = FleetCache(IngestLink())
+    cache = FleetCache(IngestLink(name=config.shared_map))
     fleet = Fleet(cache)
     overlap = OverlapWeights(
         config.kv_overlap_weight, config.kv_prefill_overlap_weight, config.kv_decode_overlap_weight

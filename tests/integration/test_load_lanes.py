@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from infera.cachemap.ingest_link import IngestLink
 from infera.cachemap.load_table import PlaceSum
+from tests.support.processes import Cluster, Process, call, control, wait_until
 
 pytestmark = pytest.mark.integration
 WAIT_S_MAX = 30.0
@@ -26,7 +27,6 @@ async def until(condition: Callable[[], object], what: str) -> None:
 
 async def test_what_one_server_has_under_way_another_sees_until_it_is_gone() -> None:
     name = secrets.token_hex(8)
-    ingest = await asyncio.create_subprocess_exec(sys.executable, "-m", "infera.cachemap.ingest", "--name", name)
     one, other = IngestLink(name=name), IngestLink(name=name)
     try:
         for link in (one, other):
@@ -46,9 +46,37 @@ async def test_what_one_server_has_under_way_another_sees_until_it_is_gone() -> 
     finally:
         await one.close()
         await other.close()
-        if ingest.returncode is None:
-            ingest.terminate()
-        await ingest.wait()
+
+
+def test_servers_of_one_host_share_a_map_and_see_each_others_load(fleet: Cluster) -> None:
+    name = secrets.token_hex(8)
+    first = fleet.start_server("--shared-map", name)
+    second = fleet.start_server("--shared-map", name)
+    engine = fleet.start_engine("--worker-id", "a", "--server", f"{first.url},{second.url}", joins=False)
+    wait_until(lambda: all(knows_blocks(server, 0) for server in (first, second)), "both know the engine")
+    control(engine, delay_s=2.0)
+    body = {"model": "m", "prompt": list(range(600)), "max_tokens": 1, "stream": True}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(call, f"{first.url}/v1/completions", body)
+        wait_until(lambda: shared(second) == 1, "the other server sees the request")
+        assert answer.result().status == 200
+    wait_until(lambda: shared(second) == 0, "and that it is over")
+    first.stop()
+    assert knows_blocks(second, 1), "what was stored before is still known"
+
+
+def knows_blocks(server: Process, blocks: int) -> bool:
+    """Whether a server knows the engine, and at least so many blocks of it."""
+    workers = call(f"{server.url}/v1/workers").json["data"]
+    return bool(workers) and workers[0]["cached_blocks"].get("hbm", 0) >= blocks
+
+
+def shared(server: Process) -> float:
+    """Requests that other servers of the host have under way, as a server sees them."""
+    for line in call(f"{server.url}/metrics").body.decode().splitlines():
+        if line.startswith("infera_router_shared_requests "):
+            return float(line.rpartition(" ")[2])
+    return -1.0
 
 
 async def test_a_new_ingest_process_brings_a_new_lane() -> None:

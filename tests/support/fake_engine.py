@@ -191,12 +191,13 @@ class FakeEngine:
     async def _heartbeat(self) -> None:
         while True:
             if self.beats:
-                with contextlib.suppress(OSError):
-                    await asyncio.to_thread(self._put)
+                for server in self.options.server.split(","):
+                    with contextlib.suppress(OSError):
+                        await asyncio.to_thread(self._put, server)
             await asyncio.sleep(1.0)
 
-    def _put(self) -> None:
-        url = f"{self.options.server}/internal/v1/workers/{self.incarnation}"
+    def _put(self, server: str) -> None:
+        url = f"{server}/internal/v1/workers/{self.incarnation}"
         headers = {"content-type": "application/json"}
         if self.options.join_token:
             headers["authorization"] = f"Bearer {self.options.join_token}"
