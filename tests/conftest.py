@@ -46,6 +46,7 @@ _SEED = pytest.StashKey[str]()
 _SEED_OF_RUN = "PYTEST_SEED_OF_RUN"
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first; those that break the shared fleet last.
 

@@ -43,7 +43,7 @@ class Others:
     busy_share: float = 0.0
     """Share of time its engine lately spent on prompts, whoever sent them; 0 where it does not say."""
     kv_usage: float | None = None
-    """Share of the KV memory in use (0 to 1), by everybody; None when not known."""
+    """Share of the KV memory in use (0 to 1), by everybody; None when not known, or when nobody else has requests."""
 
 
 NOBODY: Final = Others()
@@ -104,7 +104,8 @@ class EngineReports:
             running_requests=(requests - waiting) * fresh,
             prefill_tokens=max(0.0, waiting * self._mean_tokens - drained),
             busy_share=report.computed_tokens_per_s * s_per_token,
-            kv_usage=load.kv_usage,
+            # Of our own requests we know better what they hold, and when they ended.
+            kv_usage=load.kv_usage if requests else None,
         )
 
     def has_others_waiting(self, key: Key, now_s: float) -> bool:
