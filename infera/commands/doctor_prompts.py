@@ -1,4 +1,4 @@
-"""`infera doctor prompts`: asks every engine of a fleet to render and tokenize the same requests as we do.
+"""`infera doctor prompts`: asks every engine of a fleet for the token ids of the same requests as ours.
 
 A router whose tokens are not the engine's predicts no hits, and nobody notices. Here it shows, request by request.
 """
@@ -25,10 +25,7 @@ from kvd.options import Option, Program
 
 ASK_LIMIT_S: Final = 30.0
 ANSWER_BYTES_MAX: Final = 16 << 20
-PATHS: Final[dict[RequestKind, str]] = {
-    "chat": "/v1/chat/completions/render",
-    "completions": "/v1/completions/render",
-}
+PATH: Final = "/tokenize"
 
 PROGRAM = Program(
     name="infera doctor prompts",
@@ -61,8 +58,6 @@ REQUESTS: Final[tuple[tuple[RequestKind, dict[str, Any]], ...]] = (
               "add_generation_prompt": False, "continue_final_message": True}),
     ("completions", {"prompt": "Once upon a time"}),
     ("completions", {"prompt": _TEXT}),
-    ("completions", {"prompt": ["one", "two of several prompts"]}),
-    ("completions", {"prompt": [10, 20, 30, 40]}),
     ("completions", {"prompt": "No special tokens", "add_special_tokens": False}),
 )  # fmt: skip
 
@@ -131,9 +126,9 @@ async def compare_worker(renderer: PromptRenderer, record: WorkerRecord) -> Work
         report.problems.append(f"{problem.reason}: {problem.detail}")
         return report
     for kind, body in REQUESTS:
-        status, answer = ask(record.url + PATHS[kind], {"model": record.model, **body})
+        status, answer = ask(record.url + PATH, {"model": record.model, **body})
         if status == 404:
-            report.problems.append(f"{record.url}{PATHS[kind]} is not there: this engine cannot be asked")
+            report.problems.append(f"{record.url}{PATH} is not there: this engine cannot be asked")
             return report
         try:
             ours = await renderer.render(record.model, kind, body, context_tokens_max=record.max_context_tokens)
@@ -149,14 +144,16 @@ def enter(
 ) -> None:
     """Count one request, and say what differs."""
     report.requests += 1
-    if status != 200:
+    if status in (400, 422):
         report.refused += 1
+        return
+    if status != 200:
+        report.problems.append(f"{kind} {json.dumps(body):.80}: the engine answers {status or 'nothing'}")
         return
     if not isinstance(ours, RenderedRequest):
         report.unknown += 1
         return
-    theirs = [entry["token_ids"] for entry in (answer if isinstance(answer, list) else [answer])]
-    mine = [list(prompt.tokens) for prompt in ours.prompts]
+    theirs, mine = [answer["tokens"]], [list(prompt.tokens) for prompt in ours.prompts]
     if mine == theirs:
         report.exact += 1
         return

@@ -45,7 +45,7 @@ def test_doctor_compares_a_running_fleet(engine_fleet: EngineFleet, capsys: pyte
     assert [report["worker"] for report in reports] == sorted(engine_fleet.worker_ids)
     for report in reports:
         assert report["exact"] + report["refused"] == report["requests"] == len(REQUESTS), report
-        assert report["exact"] > 8
+        assert report["exact"] > 6
 
 
 @cache

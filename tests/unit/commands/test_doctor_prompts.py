@@ -20,12 +20,12 @@ OURS = RenderedRequest((RenderedPrompt((1, 2, 3), b""),))  # type: ignore[arg-ty
 @pytest.mark.parametrize(
     ("status", "answer", "ours", "counts"),
     [
-        (200, {"token_ids": [1, 2, 3]}, OURS, (1, 0, 0, 0)),
-        (200, [{"token_ids": [1, 2, 3]}], OURS, (1, 0, 0, 0)),
-        (200, {"token_ids": [1, 2]}, OURS, (0, 0, 0, 1)),
-        (200, [{"token_ids": [1, 2, 3]}, {"token_ids": [4]}], OURS, (0, 0, 0, 1)),
+        (200, {"tokens": [1, 2, 3]}, OURS, (1, 0, 0, 0)),
+        (200, {"tokens": [1, 2]}, OURS, (0, 0, 0, 1)),
         (400, None, OURS, (0, 0, 1, 0)),
-        (200, {"token_ids": [1]}, Unrenderable("image", "an image"), (0, 1, 0, 0)),
+        (403, None, OURS, (0, 0, 0, 1)),
+        (0, None, OURS, (0, 0, 0, 1)),
+        (200, {"tokens": [1]}, Unrenderable("image", "an image"), (0, 1, 0, 0)),
     ],
 )
 def test_one_request(status: int, answer: Any, ours: Any, counts: tuple[int, ...]) -> None:
