@@ -204,7 +204,10 @@ def test_open_files_do_not_grow_with_clients_that_came_and_went(daemon: DaemonPr
         return len(os.listdir("/proc/self/fd"))
 
     most = max(come_and_go() for _ in range(3))
-    assert max(come_and_go() for _ in range(10)) <= most + 3, "ten more came, but for a thread that is just ending"
+    for _ in range(10):
+        come_and_go()
+    # A client's thread may be just ending, and holds what is the client's until then.
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= most, "ten more came, and left nothing open")
 
 
 def test_records_hot_in_the_engines_own_cache_are_kept(daemon: DaemonProcess, here: KvdUser) -> None:
