@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from infera import __version__
-from infera.commands import doctor_engine
+from infera.commands.findings import CONNECT_LIMIT_S, Finding, ask_kvd, print_findings
 from infera.tools.cachefolder import cache_folder
 from infera.tools.engine_env import environment_folder, installed_vllm
 from infera.tools.errors import ToolError
 from kvd.options import Option, Program
-
-CONNECT_LIMIT_S = 2.0
 
 PROGRAM = Program(
     name="infera doctor",
@@ -31,23 +27,16 @@ PROGRAM = Program(
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. `is_good` is None for a plain fact."""
-
-    what: str
-    is_good: bool | None
-    detail: str
-
-
 def main(argv: Sequence[str]) -> int:
     """Prints the findings; the status is 1 when one of them is bad."""
-    if argv and argv[0] in doctor_engine.ENGINES:
-        return doctor_engine.main(argv)
-    if argv and argv[0] == "prompts":
-        from infera.commands import doctor_prompts  # needs the server's libraries, which an engine host may lack
+    if argv[:1] == ["vllm"]:
+        from infera.commands.doctor_vllm import main as main_of_vllm
 
-        return doctor_prompts.main(argv)
+        return main_of_vllm(argv[1:])
+    if argv[:1] == ["prompts"]:
+        from infera.commands.doctor_prompts import main as main_of_prompts  # needs the server's libraries
+
+        return main_of_prompts(argv)
     values = PROGRAM.parse(argv, os.environ)
     findings = [
         Finding("infera", None, f"{__version__}, Python {platform.python_version()}, {platform.machine()}"),
@@ -55,12 +44,10 @@ def main(argv: Sequence[str]) -> int:
         Finding("cache folder", None, str(cache_folder())),
         engine_environment(),
         overlays(),
-        kvd(values.kvd_socket),
+        ask_kvd(values.kvd_socket),
         server(values.server.split(",")[0]),
     ]
-    for finding in findings:
-        mark = {True: "ok  ", False: "FAIL", None: "    "}[finding.is_good]
-        print(f"{mark} {finding.what:<20} {finding.detail}")
+    print_findings(findings)
     return 1 if any(finding.is_good is False for finding in findings) else 0
 
 
@@ -90,19 +77,6 @@ def overlays() -> Finding:
     folder = cache_folder() / "overlays"
     count = sum(1 for _ in folder.glob("*/overlay.json")) if folder.is_dir() else 0
     return Finding("overlays", None, f"{count} in {folder}")
-
-
-def kvd(socket_path: str | None) -> Finding:
-    """Whether the cache daemon accepts a connection."""
-    if not socket_path:
-        return Finding("kvd", None, "not asked; name its socket with --kvd-socket or INFERA_KVD_SOCKET")
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(CONNECT_LIMIT_S)
-            probe.connect(socket_path)
-    except OSError as error:
-        return Finding("kvd", False, f"{socket_path}: {error}; start it: infera-kvd serve --socket {socket_path}")
-    return Finding("kvd", True, f"answers on {socket_path}")
 
 
 def server(url: str) -> Finding:

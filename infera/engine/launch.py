@@ -10,6 +10,37 @@ from pathlib import Path
 
 from kvd.options import Option, OptionError, Values, parse_port
 
+ENGINE_OPTIONS = (
+    Option(
+        "--engine-python",
+        "Python of the environment that has the engine (default: the one Infera installs).",
+        env="INFERA_ENGINE_PYTHON",
+        metavar="PATH",
+        section="Engine",
+    ),
+    Option(
+        "--overlay",
+        "Folder with Infera's payload for that Python (default: made when missing).",
+        env="INFERA_OVERLAY",
+        metavar="DIR",
+        section="Engine",
+    ),
+    Option(
+        "--require-native",
+        "Do not start when anything of Infera that is asked for cannot be had.",
+        is_switch=True,
+        env="INFERA_REQUIRE_NATIVE",
+        section="Engine",
+    ),
+    Option(
+        "--allow-untested",
+        "Use the connector with versions of the engine that it was not tested with.",
+        is_switch=True,
+        env="INFERA_ALLOW_UNTESTED",
+        section="Engine",
+    ),
+)
+
 OPTIONS = (
     Option("--model", "Model folder or name, as the engine takes it.", is_required=True, metavar="MODEL"),
     Option("--served-model-name", "Name that clients use (default: the model).", metavar="NAME"),
@@ -55,19 +86,14 @@ OPTIONS = (
         section="Cache",
     ),
     Option(
-        "--engine-python",
-        "Python of the environment that has the engine (default: the one Infera installs).",
-        env="INFERA_ENGINE_PYTHON",
-        metavar="PATH",
-        section="Engine",
+        "--kvd-loads",
+        "Which hits are loaded: those that are faster to load than to compute, as measured, or all.",
+        choices=("auto", "always"),
+        default="auto",
+        env="INFERA_KVD_LOADS",
+        section="Cache",
     ),
-    Option(
-        "--overlay",
-        "Folder with Infera's payload for that Python (default: made when missing).",
-        env="INFERA_OVERLAY",
-        metavar="DIR",
-        section="Engine",
-    ),
+    *ENGINE_OPTIONS,
     Option("--dry-run", "Print what would be run, and why, and stop.", is_switch=True, section="Engine"),
 )
 
@@ -79,6 +105,18 @@ NOT_BUILT = {
     "request_transport": ("http", "the nats request plane is not built yet; use http"),
     "kv_event_transport": ("zmq", "the nats event plane is not built yet; use zmq"),
 }
+
+
+# What the hooks act on.
+VARIABLES = (
+    "INFERA_KVD_SOCKET",
+    "INFERA_KVD_LOADS",
+    "INFERA_DISCOVERY",
+    "INFERA_ADVERTISE_HOST",
+    "INFERA_JOIN_TOKEN",
+    "INFERA_REQUIRE_NATIVE",
+    "INFERA_ALLOW_UNTESTED",
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +148,9 @@ def engine_environment(values: Values, overlay: Path, environ: Mapping[str, str]
         "INFERA_DISCOVERY": ",".join(values.discovery),
         "INFERA_ADVERTISE_HOST": values.advertise_host,
         "INFERA_JOIN_TOKEN": values.join_token,
+        "INFERA_KVD_LOADS": values.kvd_loads if values.kvd_loads != "auto" else "",
+        "INFERA_REQUIRE_NATIVE": "1" if values.require_native else "",
+        "INFERA_ALLOW_UNTESTED": "1" if values.allow_untested else "",
     }
     for name, value in wanted.items():
         built.pop(name, None)
@@ -121,7 +162,7 @@ def engine_environment(values: Values, overlay: Path, environ: Mapping[str, str]
 def explain(command: Command, values: Values) -> str:
     """What `--dry-run` prints: the variables set for the hooks, then the command."""
     lines = ["# Environment the hooks act on:"]
-    for name in ("PYTHONPATH", "INFERA_KVD_SOCKET", "INFERA_DISCOVERY", "INFERA_ADVERTISE_HOST", "INFERA_JOIN_TOKEN"):
+    for name in ("PYTHONPATH", *VARIABLES):
         if name in command.environ:
             shown = "(secret)" if name == "INFERA_JOIN_TOKEN" else command.environ[name]
             lines.append(f"#   {name}={shown}")

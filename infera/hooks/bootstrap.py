@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from infera.hooks import spec
-
 ENGINES = ("vllm", "sglang", "atom")
 INCARNATION = "INFERA_INCARNATION"
 AGENT_FACTS = "INFERA_AGENT_FACTS"
@@ -70,7 +68,9 @@ class _AfterImport:
         try:
             launch(self._engine)
         except Exception as error:
-            if os.environ.get("INFERA_REQUIRE_NATIVE"):
+            from infera.hooks.switches import REQUIRE_NATIVE, is_on
+
+            if is_on(os.environ, REQUIRE_NATIVE):
                 raise
             say(f"{self._engine} runs without Infera: {type(error).__name__}: {error}")
 
@@ -84,45 +84,43 @@ def launch(engine: str) -> None:
     """Let the engine's plugin wire this process, and start the agent.
 
     Raises:
-        RuntimeError: when no plugin for the engine is installed.
+        RuntimeError: when no plugin for the engine is installed; with INFERA_REQUIRE_NATIVE, when anything that was
+            asked for cannot be had.
     """
     import uuid
 
-    from infera.hooks import spec
+    import pluggy
+
+    from infera.hooks import facts, spec
+    from infera.hooks.switches import REQUIRE_NATIVE, is_on
 
     if not (os.environ.get("INFERA_KVD_SOCKET") or os.environ.get("INFERA_DISCOVERY")):
         return
-    runtime_dir = make_runtime_dir()
-    launched = spec.Launch(engine, sys.argv, list(sys.orig_argv), os.environ, uuid.uuid4().hex, runtime_dir)
-    wiring = wire(launched)
-    if wiring is None:
-        return
-    os.environ[INCARNATION] = launched.incarnation
-    os.environ["INFERA_RUNTIME_DIR"] = runtime_dir
-    for note in wiring.notes:
-        say(note)
-    if wiring.agent is not None:
-        start_agent(wiring.agent)
-
-
-def wire(launched: spec.Launch) -> spec.Wiring | None:
-    """Have the engine's plugin fill in a launch; None when it is no serving process.
-
-    Raises:
-        RuntimeError: when no plugin is installed.
-    """
-    import pluggy
-
-    from infera.hooks import spec
-
     manager = pluggy.PluginManager(spec.PROJECT)
     manager.add_hookspecs(spec.EngineHooks)
     if not manager.load_setuptools_entrypoints(spec.ENTRY_POINT_GROUP):
-        raise RuntimeError(
-            f"no plugin for {launched.engine} is installed; add infera-plugin-{launched.engine} to this environment"
-        )
-    wiring: spec.Wiring | None = manager.hook.infera_engine_launched(launch=launched)
-    return wiring
+        raise RuntimeError(f"no plugin for {engine} is installed; add infera-plugin-{engine} to this environment")
+    runtime_dir = make_runtime_dir()
+    launched = spec.Launch(engine, sys.argv, list(sys.orig_argv), os.environ, uuid.uuid4().hex, runtime_dir)
+    wiring = manager.hook.infera_engine_launched(launch=launched)
+    if wiring is None:
+        return
+    if wiring.degraded and is_on(os.environ, REQUIRE_NATIVE):
+        raise RuntimeError(f"{REQUIRE_NATIVE} is set, and {'; '.join(wiring.degraded)}")
+    path = facts.facts_path(runtime_dir, launched.incarnation)
+    os.environ |= {
+        INCARNATION: launched.incarnation,
+        "INFERA_RUNTIME_DIR": runtime_dir,
+        facts.ENGINE_FACTS: str(path),
+    }
+    try:
+        facts.begin_facts(path, wiring.facts)
+    except OSError as error:
+        say(f"`infera doctor` will not know this engine: {error}")
+    for note in [*wiring.notes, *wiring.degraded]:
+        say(note)
+    if wiring.agent is not None:
+        start_agent(wiring.agent)
 
 
 def make_runtime_dir() -> str:

@@ -36,11 +36,15 @@ class Wiring:
 
     `notes` are one line each: what was filled in, what was left alone, and why. `agent` holds what
     the agent process needs to know (see `infera.engine.agent`), or is None when there is nothing to
-    register: a headless node, or no discovery configured.
+    register: a headless node, or no discovery configured. `degraded` says, a line each, what was asked
+    for and cannot be had: with INFERA_REQUIRE_NATIVE the engine then does not start. `facts` are left
+    for `infera doctor`, see `infera.hooks.facts`.
     """
 
     notes: list[str] = field(default_factory=list)
     agent: dict[str, object] | None = None
+    degraded: list[str] = field(default_factory=list)
+    facts: dict[str, object] = field(default_factory=dict)
 
 
 class EngineHooks:

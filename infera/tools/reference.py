@@ -18,7 +18,7 @@ from kvd.options import Program
 
 PAGE = Path("docs") / "configuration.md"
 
-PAGES_WITH_PARTS = (Path("docs") / "router.md",)
+PAGES_WITH_PARTS = (Path("docs") / "router.md", Path("docs") / "engines.md")
 
 # Where the tables are. A module that does not exist yet is left out.
 TABLES = (
@@ -31,7 +31,7 @@ TABLES = (
     "infera.commands.overlay",
     "infera.commands.model",
     "infera.commands.doctor",
-    "infera.commands.doctor_engine",
+    "infera.commands.doctor_vllm",
     "infera.commands.doctor_prompts",
 )
 

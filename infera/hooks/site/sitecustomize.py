@@ -26,7 +26,7 @@ if any(name.startswith("INFERA_") for name in os.environ):
 
         install()
     except Exception as error:
-        if os.environ.get("INFERA_REQUIRE_NATIVE"):
+        if os.environ.get("INFERA_REQUIRE_NATIVE", "").lower() not in ("", "0", "false", "no", "off"):
             # Python itself would report any other exception from here and go on.
             raise SystemExit(f"infera: INFERA_REQUIRE_NATIVE is set and hooks failed: {error}") from error
         sys.stderr.write(f"infera: hooks are off: {type(error).__name__}: {error}\n")

@@ -5,13 +5,14 @@ When the cache cannot serve this engine, the connector says why once and does no
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -21,6 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from infera.hooks.facts import add_facts
+from infera.hooks.switches import REQUIRE_NATIVE, is_on
 from infera_vllm.faults import LoadFaults
 from infera_vllm.layout import group_copiers
 from infera_vllm.metadata import InferaMetadata, InferaWorkerMetadata
@@ -28,8 +31,7 @@ from infera_vllm.plan import EnginePlan, UnsupportedLayoutError, make_plan
 from infera_vllm.plugin import installed_version
 from infera_vllm.scheduler_side import SchedulerSide
 from infera_vllm.stats import InferaPromMetrics, InferaStats
-from infera_vllm.transfer_config import inexact_connectors
-from infera_vllm.wiring import ENGINE_FACTS
+from infera_vllm.transfer_config import MODULE, NAME, inexact_connectors
 from infera_vllm.worker_side import WorkerSide
 from infera_vllm.worth import LoadWorth
 from kvd.client.client import KvdClient
@@ -64,7 +66,7 @@ class InferaConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._plan = make_plan(vllm_config, kv_cache_config, installed_version())
         except UnsupportedLayoutError as error:
-            log.warning("infera-kvd is not used by this engine: %s", error)
+            _give_up("engine", error)
             return
         if role == KVConnectorRole.SCHEDULER:
             self._begin_scheduler(vllm_config, self._plan)
@@ -76,14 +78,8 @@ class InferaConnector(KVConnectorBase_V1, SupportsHMA):
         self._worth = LoadWorth.from_environment()
         self._client = _connect(plan, "scheduler")
         self._scheduler = SchedulerSide(self._client, plan, self._stats, self._worth, other_is_inexact=bool(others))
-        self._tell_agent(plan.namespace)
-
-    def _tell_agent(self, namespace: bytes) -> None:
-        """Leave the namespace where the agent looks for it; without an agent nobody does."""
-        if path := os.environ.get(ENGINE_FACTS):
-            fresh = Path(path + ".new")
-            fresh.write_text(json.dumps({"namespace": namespace.hex()}))
-            fresh.replace(path)
+        # For the agent, which tells the fleet, and for `infera doctor`.
+        add_facts(os.environ, {"namespace": plan.namespace.hex(), "layout": plan.described()})
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -104,7 +100,7 @@ class InferaConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             copiers = group_copiers(self._plan.groups, shard, kv_caches, self._kv_cache_config.num_blocks)
         except UnsupportedLayoutError as error:
-            log.warning("infera-kvd is not used by this worker: %s", error)
+            _give_up("worker", error)
             copiers = None
         self._client = _connect(self._plan, f"worker-{tensor_rank}", shard if is_writer and copiers else None)
         self._worker = WorkerSide(
@@ -266,8 +262,21 @@ class InferaConnector(KVConnectorBase_V1, SupportsHMA):
             self._client.close()
 
 
+def _give_up(what: str, reason: UnsupportedLayoutError) -> None:
+    """Say why the cache is not used. Raises it where the engine must not run without."""
+    add_facts(os.environ, {"refused": str(reason)})
+    if is_on(os.environ, REQUIRE_NATIVE):
+        raise reason
+    log.warning("infera-kvd is not used by this %s: %s", what, reason)
+
+
 def _connect(plan: EnginePlan, part: str, saves_shard: int | None = None) -> KvdClient:
     socket = Path(os.environ.get("INFERA_KVD_SOCKET") or default_socket(os.environ))
     client = KvdClient(socket, f"vllm-{part}", plan.specs, saves_shard)
     client.start()
     return client
+
+
+# MultiConnector finds its children's classes by name alone when it puts their statistics together.
+with contextlib.suppress(ValueError):  # a second copy of this module is the same to it
+    KVConnectorFactory.register_connector(NAME, MODULE, NAME)

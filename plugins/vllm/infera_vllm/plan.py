@@ -83,6 +83,14 @@ class EnginePlan:
         """What kvd must know of."""
         return [group.spec for group in self.groups]
 
+    def described(self) -> str:
+        """The groups in words, for a reader who wonders what is kept."""
+        return "; ".join(
+            f"{group.need.value}{f' of {group.span_tokens} tokens' if group.span_tokens else ''}"
+            f" in blocks of {group.block_size_tokens} tokens"
+            for group in self.groups
+        )
+
     def shard_of(self, pipeline_rank: int, tensor_rank: int) -> int:
         """The shard that a rank loads."""
         shards_per_stage = self.tensor_parallel // self.replicas

@@ -45,19 +45,13 @@ def render_profile(arguments: ServeArguments) -> RenderProfile:
         chat_template_digest=digest,
         content_format=content_format if content_format in _FORMATS else "auto",  # type: ignore[arg-type]
         template_arguments=defaults or {},
-        excludes_tools_when_choice_none=_is_set(arguments, "exclude-tools-when-tool-choice-none"),
-        trusts_request_template=_is_set(arguments, "trust-request-chat-template"),
+        excludes_tools_when_choice_none=arguments.is_set("exclude-tools-when-tool-choice-none"),
+        trusts_request_template=arguments.is_set("trust-request-chat-template"),
         tool_parser=arguments.find("--tool-call-parser") or "",
         reasoning_parser=arguments.find("--reasoning-parser") or "",
         disabled_thinking_effort=arguments.find("--anthropic-disabled-thinking-effort") or "auto",
         unrendered_flags=tuple(unrendered),
     )
-
-
-def _is_set(arguments: ServeArguments, name: str) -> bool:
-    """A switch: `--name`, unless `--no-name` is there as well, or a configuration file says false."""
-    value = arguments.find(f"--{name}")
-    return value is not None and value.lower() != "false" and arguments.find(f"--no-{name}") is None
 
 
 def _template_source(given: str) -> str | None:

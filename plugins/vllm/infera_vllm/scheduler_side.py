@@ -336,7 +336,7 @@ class SchedulerSide:
             self._stats.add("loads", kind=ended.report.failure or "loaded")
             if not ended.report.failure:
                 self._worth.loaded(ended.report.size_bytes, ended.report.seconds)
-                self._stats.add("hit_tokens", self._note_loaded(ended.request_id))
+                self._stats.add("hit_tokens", self._note_loaded(ended.request_id), "ram")
             elif ended.report.failure == UNABLE:
                 self._turn_off()
             else:

@@ -10,8 +10,10 @@ from typing import Any, Final
 from prometheus_client import Counter as PromCounter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+PREFIX: Final = "infera_kvd_engine_"
+
 COUNTERS: Final = {
-    "hit_tokens": ("Prompt tokens loaded from infera-kvd.", ()),
+    "hit_tokens": ("Prompt tokens loaded from infera-kvd, by the tier they were in.", ("tier",)),
     "loads": ("Loads of requests, by how they ended.", ("outcome",)),
     "loaded_blocks": ("Blocks copied from infera-kvd and verified.", ()),
     "loaded_bytes": ("Bytes copied from infera-kvd and verified.", ()),
@@ -63,7 +65,7 @@ class InferaStats(KVConnectorStats):
         data = self.data
         failed = sum(value for key, value in data.items() if key.startswith("loads:") and key != "loads:loaded")
         return {
-            "infera-kvd hit tokens": int(data.get("hit_tokens", 0)),
+            "infera-kvd hit tokens": int(sum(v for key, v in data.items() if key.startswith("hit_tokens:"))),
             "loaded blocks": int(data.get("loaded_blocks", 0)),
             "failed loads": int(failed),
             "saved blocks": int(data.get("saved_blocks", 0)),
@@ -74,7 +76,7 @@ class InferaStats(KVConnectorStats):
         return not self.data
 
 
-_registered: dict[str, Any] = {}
+_registered: dict[tuple[type, str], Any] = {}
 """Counters of this process: a second engine in it uses the same, since a name can be registered once only."""
 
 
@@ -86,20 +88,18 @@ class InferaPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {}
+        counter_class = metric_types[PromCounter]
         for name, (text, labels) in COUNTERS.items():
-            full_name = f"infera_kvd_engine_{name}"
-            if full_name not in _registered:
-                _registered[full_name] = metric_types[PromCounter](
+            full_name = PREFIX + name
+            if (counter_class, full_name) not in _registered:
+                _registered[counter_class, full_name] = counter_class(
                     name=full_name, documentation=text, labelnames=[*labelnames, *labels]
                 )
-            self._counters[name] = _registered[full_name]
+            self._counters[name] = _registered[counter_class, full_name]
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add what one interval brought."""
-        values = self.per_engine_labelvalues.get(engine_idx, [])
+        values = self.per_engine_labelvalues[engine_idx]
         for key, amount in transfer_stats_data.items():
             name, _, kind = key.partition(":")
-            counter = self._counters.get(name)
-            if counter is not None and amount > 0:
-                labels = [*values, kind] if COUNTERS[name][1] else values
-                (counter.labels(*labels) if labels else counter).inc(amount)
+            self._counters[name].labels(*values, *([kind] if COUNTERS[name][1] else [])).inc(amount)

@@ -1,8 +1,14 @@
-"""How our connector goes into vLLM's --kv-transfer-config, alone or beside the user's own."""
+"""How our connector goes into vLLM's --kv-transfer-config, alone or beside the user's own.
+
+Beside others it runs in vLLM's MultiConnector, which loads from the first child that has something and saves to all:
+the user's come first. Of the outer configuration vLLM's core reads the role, the engine's id and the policy. The role
+must be `kv_both` there, whatever the user's own connector is: without a consumer vLLM does not hold back blocks that a
+step in flight may still write to, and a load could be overwritten.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,12 +18,22 @@ MODULE: Final = "infera_vllm.connector"
 BESIDE: Final = "infera_beside"
 """In our own part of the configuration: which other connectors there are, since vLLM shows each only its own part."""
 POLICY: Final = "kv_load_failure_policy"
+EXTRA: Final = "kv_connector_extra_config"
+OUTER_KEYS: Final = ("engine_id", POLICY)
+"""MultiConnector gives its children the outer engine_id, and refuses one of their own."""
 
 EXACT_CONNECTORS: Final = frozenset(
-    {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"}
-)
+    {
+        "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector",
+        "MooncakeStoreConnector", "OffloadingConnector", "SimpleCPUOffloadConnector",
+    }
+)  # fmt: skip
 """They bring a request's own blocks, or look blocks up by vLLM's whole hash. Of others it is not known: vLLM's
 ExampleConnector looks at tokens alone, so an adapter's request can get the base model's blocks."""
+
+NOT_COMBINED: Final = {
+    "ExampleHiddenStatesConnector": "one rank reports for all, which MultiConnector does not pass on"
+}
 
 
 def own_config(beside: list[str]) -> dict[str, Any]:
@@ -28,62 +44,72 @@ def own_config(beside: list[str]) -> dict[str, Any]:
         "kv_role": "kv_both",
         # vLLM's default is to fail the request; a cache must never do that.
         POLICY: "recompute",
-        "kv_connector_extra_config": {BESIDE: beside},
+        EXTRA: {BESIDE: beside},
     }
 
 
 @dataclass
 class Combined:
-    """The configuration to use (None: leave what is there), whether kvd is used, and what to tell the user."""
+    """The configuration to use, or None with the reason why kvd is not used; and what to tell the user."""
 
     config: dict[str, Any] | None
-    uses_kvd: bool
+    reason: str = ""
     notes: list[str] = field(default_factory=list)
 
 
-def combine(given: str | None) -> Combined:
-    """Our connector beside what the user's --kv-transfer-config says (JSON; None for no flag)."""
+def combine(given: Mapping[str, Any] | None) -> Combined:
+    """Our connector beside what the user's --kv-transfer-config says (None for no flag)."""
     if given is None:
-        return Combined(own_config([]), uses_kvd=True)
+        return Combined(own_config([]))
+    config = dict(given)
     try:
-        config = json.loads(given)
-        name = config["kv_connector"]
-        extra = config.get("kv_connector_extra_config") or {}
-        children = extra.get("connectors", []) if name == MULTI else []
+        name = str(config["kv_connector"])
+        extra = dict(config.get(EXTRA) or {})
+        children = [dict(child) for child in extra.get("connectors", ())] if name == MULTI else [config]
         names = [str(child["kv_connector"]) for child in children]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Combined(None, False, ["--kv-transfer-config is not understood and is left to vLLM: kvd is not used"])
-    if name == NAME or NAME in names:
-        return Combined(None, True, _policy_notes(config))
+    except (ValueError, KeyError, TypeError):
+        return Combined(None, "--kv-transfer-config names no connector and is left to vLLM")
+    for other in names:
+        if other in NOT_COMBINED:
+            return Combined(None, f"{other} is not run beside another connector: {NOT_COMBINED[other]}")
+    if NAME in names:
+        return _completed(config, children, names)
+    ours = own_config(names)
     if name == MULTI:
-        ours = own_config(names)
-        combined = {**config, "kv_connector_extra_config": {**extra, "connectors": [*children, ours]}}
+        outer = config | {EXTRA: {**extra, "connectors": [*children, ours]}}
     else:
-        names = [str(name)]
-        combined = _beside(config, own_config(names))
-    combined.setdefault(POLICY, "recompute")
-    notes = [f"your --kv-transfer-config is kept: {', '.join(names)} and {NAME} run side by side in {MULTI}"]
-    return Combined(combined, True, notes + _policy_notes(combined))
+        outer = {key: config[key] for key in OUTER_KEYS if key in config}
+        child = {key: value for key, value in config.items() if key not in OUTER_KEYS}
+        outer |= {"kv_connector": MULTI, EXTRA: {"connectors": [child, ours]}}
+    outer |= {"kv_role": "kv_both"}
+    outer.setdefault(POLICY, "recompute")
+    note = f"your --kv-transfer-config is kept: {', '.join(names)} and {NAME} run side by side in {MULTI}"
+    return Combined(outer, notes=[note, *_policy_notes(outer)])
 
 
-def _beside(config: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """A MultiConnector of the user's and ours. The user's comes first: vLLM loads from the first that has something."""
-    outer: dict[str, Any] = {
-        key: config[key] for key in ("engine_id", "kv_buffer_device", "kv_role", POLICY) if key in config
-    }
-    return {
-        "kv_role": "kv_both",
-        **outer,
-        "kv_connector": MULTI,
-        "kv_connector_extra_config": {"connectors": [config, ours]},
-    }
+def _completed(config: dict[str, Any], children: list[dict[str, Any]], names: list[str]) -> Combined:
+    """A configuration that has ours in it already, with what only we know filled in."""
+    others = [name for name in names if name != NAME]
+    for child in children:
+        if child["kv_connector"] == NAME:
+            child.setdefault("kv_connector_module_path", MODULE)
+            child[EXTRA] = {**(child.get(EXTRA) or {}), BESIDE: others}
+    completed = config
+    if config["kv_connector"] == MULTI:
+        completed = config | {EXTRA: {**config[EXTRA], "connectors": children}}
+    notes = [f"your --kv-transfer-config has {NAME} in it already and is kept"]
+    if completed.get("kv_role") != "kv_both":
+        completed = completed | {"kv_role": "kv_both"}
+        notes.append("its kv_role is set to kv_both: with another, loads could be overwritten")
+    return Combined(completed, notes=notes + _policy_notes(completed))
 
 
-def _policy_notes(config: dict[str, Any]) -> list[str]:
+def _policy_notes(config: Mapping[str, Any]) -> list[str]:
     if config.get(POLICY) == "recompute":
         return []
-    policy = config.get(POLICY, "fail, the default")
-    return [f"{POLICY} is {policy}: a request whose cached blocks cannot be loaded fails; set it to recompute"]
+    policy = config.get(POLICY, "fail, vLLM's default")
+    consequence = "a request whose cached blocks cannot be loaded ends with an error; recompute has them computed"
+    return [f"{POLICY} is {policy}: {consequence}"]
 
 
 def inexact_connectors(kv_transfer_config: Any) -> str:

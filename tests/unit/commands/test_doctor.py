@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from infera.commands import doctor
+from infera.commands import doctor, findings
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -56,12 +56,12 @@ def test_no_server_is_a_fact_with_a_cure() -> None:
 
 def test_kvd(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    assert doctor.kvd(None).is_good is None
-    assert doctor.kvd(str(path)).is_good is False
+    assert findings.ask_kvd(None).is_good is None
+    assert findings.ask_kvd(str(path)).is_good is False
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(1)
-        assert doctor.kvd(str(path)).is_good is True
+        assert findings.ask_kvd(str(path)).is_good is True
 
 
 def test_the_report_and_its_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,14 +61,21 @@ def engine_package(tmp_path: Path) -> Path:
     (package / "api_server.py").write_text(
         "import sys, os, json\nprint(json.dumps([sys.argv[1:], os.environ.get('INFERA_INCARNATION')]))\n"
     )
+    about = tmp_path / "vllm-0.32.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     return tmp_path
 
 
-def serve(engine_package: Path, *flags: str, module: str = "", **variables: str) -> tuple[list[str], str, str]:
+def start(engine_package: Path, *flags: str, module: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("INFERA_", "PYTHON"))}
     environ |= {"PYTHONPATH": f"{SITE}{os.pathsep}{engine_package}", "INFERA_RUNTIME_DIR": str(engine_package / "run")}
     command = [sys.executable, "-m", module or "vllm.entrypoints.openai.api_server", *flags]
-    done = subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=60)
+
+
+def serve(engine_package: Path, *flags: str, module: str = "", **variables: str) -> tuple[list[str], str, str]:
+    done = start(engine_package, *flags, module=module, **variables)
     assert done.returncode == 0, done.stderr
     argv, incarnation = json.loads(done.stdout)
     return argv, incarnation or "", done.stderr
@@ -103,3 +110,44 @@ def test_other_program_that_imports_the_engine_is_left_alone(engine_package: Pat
     )
     argv, incarnation, _ = serve(engine_package, "x", module="tool", INFERA_KVD_SOCKET="/run/kvd.sock")
     assert (argv, incarnation) == (["x"], "")
+
+
+NOT_JSON = ("--model", "m", "--kv-transfer-config", "{")
+
+
+def test_degraded_engine_starts_and_says_so_unless_that_is_not_wanted(engine_package: Path) -> None:
+    argv, _, said = serve(engine_package, *NOT_JSON, INFERA_KVD_SOCKET="/run/kvd.sock")
+    assert argv[: len(NOT_JSON)] == list(NOT_JSON)
+    assert "not used by this engine" in said
+    argv, _, _ = serve(engine_package, *NOT_JSON, INFERA_KVD_SOCKET="/run/kvd.sock", INFERA_REQUIRE_NATIVE="0")
+    assert argv[: len(NOT_JSON)] == list(NOT_JSON)
+    refused = start(engine_package, *NOT_JSON, INFERA_KVD_SOCKET="/run/kvd.sock", INFERA_REQUIRE_NATIVE="1")
+    assert refused.returncode != 0
+    assert refused.stdout == ""
+    assert "INFERA_REQUIRE_NATIVE is set, and infera-kvd is not used by this engine" in refused.stderr
+
+
+def test_vllm_26452_another_version_is_known_before_the_engine_starts(engine_package: Path) -> None:
+    (engine_package / "vllm-0.32.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.33.1\n")
+    argv, _, said = serve(engine_package, "--model", "m", INFERA_KVD_SOCKET="/run/kvd.sock")
+    assert "--kv-transfer-config" not in argv
+    assert "vLLM 0.33.1" in said
+
+
+def test_daemon_that_does_not_answer_is_said(engine_package: Path) -> None:
+    _, _, said = serve(engine_package, "--model", "m", INFERA_KVD_SOCKET="/nowhere/kvd.sock")
+    assert "does not answer at /nowhere/kvd.sock" in said
+
+
+def test_facts_of_a_running_engine_are_there_and_those_of_an_ended_one_go(engine_package: Path) -> None:
+    (engine_package / "vllm" / "entrypoints" / "openai" / "api_server.py").write_text(
+        "import os\nprint(open(os.environ['INFERA_ENGINE_FACTS']).read())\n"
+    )
+    first = json.loads(start(engine_package, "--model", "m", INFERA_KVD_SOCKET="/run/kvd.sock").stdout)
+    assert first["kvd_socket"] == "/run/kvd.sock"
+    assert first["engine_version"] == "0.32.0"
+    files = list((engine_package / "run").glob("engine-*.json"))
+    assert len(files) == 1
+    assert files[0].stat().st_mode & 0o777 == 0o600
+    start(engine_package, "--model", "m", INFERA_KVD_SOCKET="/run/kvd.sock")
+    assert not files[0].exists()
