@@ -228,8 +228,8 @@ def test_preempted_request_saves_from_its_new_blocks(daemon: Daemon) -> None:
     assert orders.saves[0].block_ids == [21, 22, 23, 24, 25]
 
 
-def test_a_block_used_again_is_not_saved_with_what_is_written_to_it(daemon: Daemon) -> None:
-    """LMCache#4385, one sighting: a save still under way when its block is given to another request."""
+def test_lmcache_4385_a_block_used_again_is_not_saved_with_what_is_written_to_it(daemon: Daemon) -> None:
+    """A save still under way when its block is given to another request."""
     engine, other = Engine(daemon, seed=1), Engine(daemon, seed=2)
     before = engine.blocks(HERE[:5])
     asked = request(TOKENS)
@@ -526,8 +526,8 @@ def test_a_request_that_ran_without_a_daemon_is_saved_when_it_is_back(daemon: Da
     assert metrics(daemon)["records_present"] == 5
 
 
-def test_a_frozen_daemon_stops_no_step(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm#49829: nothing on the way of a step asks the daemon, so a daemon that does not answer holds up none."""
+def test_vllm_49829_a_frozen_daemon_stops_no_step(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing on the way of a step asks the daemon, so a daemon that does not answer holds up none."""
     engine = Engine(daemon)
     serve(engine, TOKENS, HERE)
     daemon.process.send_signal(signal.SIGSTOP)
