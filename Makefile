@@ -10,7 +10,7 @@ PY := .venv/bin/python
 PYTEST_ARGS ?=
 CASES ?=
 
-.PHONY: help setup lint format unit test test-parity e2e-vllm demo bench-hook bench-tokenizing bench-router-core bench-kvd soak-kvd fuzz-kvd fuzz-map chaos-kvd sanitize lock clean
+.PHONY: help setup lint format unit test test-parity e2e-vllm demo bench-hook bench-tokenizing bench-router-core bench-kvd bench-kvd-disk soak-kvd fuzz-kvd fuzz-map chaos-kvd sanitize lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench-router-core: setup ## events applied, prompts matched, picks made (QUICK=1
 
 bench-kvd: setup ## the memory tier against memcpy and bare sockets (QUICK=1: under a minute)
 	@$(PY) -m infera.tools.bench.kvd
+
+bench-kvd-disk: setup ## the disk tier's store against fio on the same path (QUICK=1: under a minute; BENCH_PATH)
+	@$(PY) -m infera.tools.bench.kvd_disk
 
 soak-kvd: setup ## ten million saves of fresh keys (CYCLES): memory stays flat, the books add up
 	@$(PY) -m infera.tools.bench.kvd_soak

@@ -26,6 +26,8 @@ HEADERS = [
     "loop.h",
     "cachemap.h",
     "loadtable.h",
+    "disk_format.h",
+    "disk_store.h",
 ]
 SOURCES = [
     "blake3.c",
@@ -61,6 +63,19 @@ SOURCES = [
     "cachemap_decode.c",
     "cachemap_kvd.c",
     "loadtable.c",
+    "disk_format.c",
+    "disk_io.c",
+    "disk_queue.c",
+    "disk_ring.c",
+    "disk_index.c",
+    "disk_job.c",
+    "disk_load.c",
+    "disk_merge.c",
+    "disk_device.c",
+    "disk_transfer.c",
+    "disk_append.c",
+    "disk_reclaim.c",
+    "disk_store.c",
 ]
 COMPILE_ARGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror=implicit-function-declaration"]
 

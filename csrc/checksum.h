@@ -7,8 +7,10 @@
 
 #define CHECKSUM_LEAF_BYTES 16384
 
+/* cffi: begin */
 /* CRC32C (Castagnoli) of `len` bytes continuing from `crc`; start with 0. */
 uint32_t checksum_crc32c(uint32_t crc, const void *data, size_t len);
+/* cffi: end */
 
 /* Running checksum of an object that arrives in pieces of any size, in order. */
 typedef struct {

@@ -57,6 +57,14 @@ def parse_shards(text: str) -> int:
     return count
 
 
+def parse_depth(text: str) -> int:
+    """Parse a number of transfers at once, 1 to 256."""
+    count = parse_count(text)
+    if count > 256:
+        raise ValueError(f"{text} transfers at once; at most 256")
+    return count
+
+
 def parse_interval_s(text: str) -> float:
     """Parse a duration of 100 ms to an hour."""
     interval_s = parse_duration_s(text)
@@ -208,6 +216,28 @@ CLEAR = Program(
     options=(PATH, JSON),
 )
 
+CHECK = Program(
+    name="infera-kvd check",
+    summary="Verify a disk store while no daemon uses it: every record, byte by byte.",
+    options=(
+        Option("--drop", "Take out what is bad, for good.", is_switch=True),
+        JSON,
+    ),
+    positionals=(Positional("PATH", "Folder of the store, as given to --disk-path."),),
+    epilog="Exit status: 0 nothing bad is left, 1 something is, 2 it could not be checked.",
+)
+
+BENCH = Program(
+    name="infera-kvd bench",
+    summary="Measure a folder the way the daemon would use it, in a store of its own that is removed afterwards.",
+    options=(
+        Option("--size", "How much to write.", parse=parse_memory_bytes, default="1G", metavar="SIZE"),
+        Option("--depth", "Transfers at once.", parse=parse_depth, default="32", metavar="N"),
+        JSON,
+    ),
+    positionals=(Positional("PATH", "Folder to measure; it is made if need be."),),
+)
+
 PROGRAMS = {
     "serve": SERVE,
     "status": STATUS,
@@ -217,4 +247,6 @@ PROGRAMS = {
     "unpin": UNPIN,
     "drop": DROP,
     "clear": CLEAR,
+    "check": CHECK,
+    "bench": BENCH,
 }

@@ -32,7 +32,9 @@ for source in csrc/fuzz/fuzz_*.c; do
     name=$(basename "$source" .c)
     if [ -n "${FUZZ_TARGETS:-}" ] && [[ " $FUZZ_TARGETS " != *" $name "* ]]; then continue; fi
     echo "fuzz: $name ($kind, $seconds s)"
-    "${compile[@]}" "${driver[@]}" "$source" "$build/core-$kind"/*.o -lpthread -lrt -o "$build/$name-$kind"
+    sources=("$source")
+    if [ "$name" = fuzz_disk ]; then sources+=(csrc/tests/disk_memfs.c); fi
+    "${compile[@]}" "${driver[@]}" "${sources[@]}" "$build/core-$kind"/*.o -lpthread -lrt -o "$build/$name-$kind"
     if [ $kind = libfuzzer ]; then
         mkdir -p "$build/corpus/$name"
         "$build/$name-$kind" -max_total_time="$seconds" -seed="$seed" -max_len=4096 -print_final_stats=1 \

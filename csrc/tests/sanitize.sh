@@ -23,8 +23,10 @@ for kind in ${kinds[*]}; do
     # shellcheck disable=SC2206
     compile=(${CC:-gcc} -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-error=tsan $flags)
     core_objects "$build/core-$kind" "${compile[@]}"
-    for test in selftest selftest_map selftest_load; do
-        "${compile[@]}" -o "$build/$test-$kind" "csrc/tests/$test.c" "$build/core-$kind"/*.o -lpthread -lrt
+    for test in selftest selftest_map selftest_load selftest_disk selftest_disk_threads; do
+        sources=("csrc/tests/$test.c")
+        if [ "$test" = selftest_disk ]; then sources+=(csrc/tests/disk_memfs.c); fi
+        "${compile[@]}" -o "$build/$test-$kind" "${sources[@]}" "$build/core-$kind"/*.o -lpthread -lrt
         echo "sanitize: $kind $test"
         ASAN_OPTIONS=detect_leaks=1 "$build/$test-$kind" "$seconds" "$seed"
     done

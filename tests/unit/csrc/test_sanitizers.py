@@ -37,3 +37,5 @@ def test_the_self_test_is_clean(kind: str, tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"selftest: seed {seed}" in ended.stdout
+    assert "selftest_disk: all right" in ended.stdout
+    assert f"selftest_disk_threads: seed {seed}" in ended.stdout

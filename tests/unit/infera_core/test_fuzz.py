@@ -19,7 +19,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@pytest.mark.parametrize("target", ["fuzz_adopt", "fuzz_arena", "fuzz_events", "fuzz_frames", "fuzz_map"])
+@pytest.mark.parametrize("target", ["fuzz_adopt", "fuzz_arena", "fuzz_disk", "fuzz_events", "fuzz_frames", "fuzz_map"])
 def test_a_short_run_finds_nothing(target: str, build: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     environ = os.environ | {
