@@ -62,6 +62,7 @@ def test_vllm_serve_by_hand_joins_and_uses_kvd(engine_fleet: EngineFleet, tmp_pa
     environ = {name: value for name, value in os.environ.items() if not name.startswith("INFERA_")} | {
         "PYTHONPATH": str(settings.overlay),
         "INFERA_KVD_SOCKET": str(settings.kvd_socket),
+        "INFERA_KVD_LOADS": "always",
         "INFERA_DISCOVERY": settings.server_url,
         "INFERA_RUNTIME_DIR": str(settings.runtime_folder),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -74,7 +75,7 @@ def test_vllm_serve_by_hand_joins_and_uses_kvd(engine_fleet: EngineFleet, tmp_pa
     command = [str(settings.engine_python.python.with_name("vllm")), "serve", settings.model, "--served-model-name"]
     command += ["tiny", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *ENGINE_FLAGS]
     survivor = engine_fleet.worker_ids[1]
-    known = engine_fleet.ask(prompt_of(450, 200), survivor)
+    known = engine_fleet.ask_and_save(prompt_of(450, 200), survivor)
     with open(f"{tmp_path}/serve.log", "w") as log:
         engine = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:

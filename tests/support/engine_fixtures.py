@@ -17,7 +17,7 @@ from infera.tools.models import prepare_tiny
 from infera.tools.overlay import ensure_overlay
 from infera.up.fleet import Fleet
 from infera.up.settings import FleetSettings
-from tests.support.processes import Reply, call, free_port
+from tests.support.processes import Reply, call, free_port, wait_until
 
 BLOCK_TOKENS = 32
 ENGINE_FLAGS = (
@@ -57,6 +57,15 @@ class EngineFleet:
             if line.startswith(f"infera_kvd_{name} "):
                 return int(line.split()[1])
         raise AssertionError(f"infera-kvd has no metric {name}")
+
+    def ask_and_save(self, prompt: str, worker: str, max_tokens: int = 16, **fields: Any) -> Completion:
+        """A greedy completion of a prompt nobody sent before, and the wait until its whole blocks are in kvd:
+        engines save behind their answers. The last token was sampled but never computed, so it completes none."""
+        before = self.kvd_metric("records_present")
+        answer = self.ask(prompt, worker, max_tokens, **fields)
+        blocks = (int(answer.reply.json["usage"]["total_tokens"]) - 1) // BLOCK_TOKENS
+        wait_until(lambda: self.kvd_metric("records_present") >= before + blocks, f"{blocks} blocks were saved")
+        return answer
 
     def engine_log(self, index: int) -> str:
         """What an engine has logged so far."""
@@ -111,7 +120,8 @@ def engine_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFle
         port=free_port(),
         kvd_memory="256M",
         keeps_arena=False,
-        engine_flags=ENGINE_FLAGS,
+        # Else a busy machine may find that computing is faster, and tests could not say what is loaded.
+        engine_flags=(*ENGINE_FLAGS, "--kvd-loads", "always"),
     )
     try:
         with Fleet(settings) as fleet:
